@@ -85,18 +85,18 @@ class Attention(nn.Module):
     def __init__(
         self,
         shapes: AttentionShapes,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         rotary: Rotary | None,
         names: AttentionNames = AttentionNames(),
         indexer: Indexer | None = None,
     ) -> None:
         super().__init__()
-        heads = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
-        kv_heads = kind.ranks.share_few(shapes.num_kv_heads, f"{kind.path} num_key_value_heads")
+        heads = scope.ranks.share(shapes.num_heads, f"{scope.path} num_attention_heads")
+        kv_heads = scope.ranks.share_few(shapes.num_kv_heads, f"{scope.path} num_key_value_heads")
         shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self.shapes, self.rotary, self.indexer = shapes, rotary, indexer
-        self._batch_invariant = kind.batch_invariant
+        self._batch_invariant = scope.batch_invariant
         num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
@@ -115,19 +115,19 @@ class Attention(nn.Module):
             names.gate: heads,
         }
         self.qkv_gate = Linear(
-            shapes.hidden_size, sections, kind, bias=shapes.bias, orders=orders, cuts=cuts
+            shapes.hidden_size, sections, scope, bias=shapes.bias, orders=orders, cuts=cuts
         )
         self.out = Linear(
-            query, ((names.out, shapes.hidden_size),), kind, bias=shapes.bias, inputs=inputs
+            query, ((names.out, shapes.hidden_size),), scope, bias=shapes.bias, inputs=inputs
         )
-        self.kv_scales = KVScales(num_kv_heads, kind)
+        self.kv_scales = KVScales(num_kv_heads, scope)
         self.gate_size = {"entries": query, "heads": num_heads, "none": 0}[shapes.gate]
         self.norms = None
         if shapes.norm != "none":
             self.norms = HeadNorms(
                 {names.query_norm: heads, names.key_norm: kv_heads},
                 head_dim,
-                kind,
+                scope,
                 offset=shapes.norm_offset,
                 is_whole=shapes.norm == "whole",
             )
@@ -253,7 +253,7 @@ class Attention(nn.Module):
 
     def _norm_whole(self, projected: Tensor, norms: HeadNorms) -> None:
         """Norms all queries as one and all keys as one, in place."""
-        kind, first = norms.kind, 0
+        scope, first = norms.scope, 0
         parts = []
         for column, heads in enumerate(norms.groups.values()):
             size = heads.size * self.shapes.head_dim
@@ -261,9 +261,9 @@ class Attention(nn.Module):
                 each.narrow(-1, first, size) for each in (projected, norms.scale.flatten())
             )
             parts.append(
-                NormedPart(values, scale, column=column, num_features=kind.ranks.size * size)
+                NormedPart(values, scale, column=column, num_features=scope.ranks.size * size)
             )
             first += size
-        normed = norm_over_ranks(parts, self.shapes.norm_eps, len(parts), kind)
+        normed = norm_over_ranks(parts, self.shapes.norm_eps, len(parts), scope)
         for part, values in zip(parts, normed, strict=True):
             part.values.copy_(values)

@@ -101,27 +101,27 @@ class GatedDelta(nn.Module):
     rotary = None
 
     def __init__(
-        self, shapes: GatedDeltaShapes, kind: ModuleScope, arrangement: Arrangement
+        self, shapes: GatedDeltaShapes, scope: ModuleScope, arrangement: Arrangement
     ) -> None:
         super().__init__()
-        self.full, self.kind, self.arrangement = shapes, kind, arrangement
+        self.full, self.scope, self.arrangement = shapes, scope, arrangement
         shapes = self.shapes = self._own(shapes)
         heads, hidden_size = shapes.num_value_heads, shapes.hidden_size
         self.projection = Linear(
             hidden_size,
             arrangement.sections(shapes),
-            kind,
+            scope,
             orders=arrangement.orders(shapes),
             cuts=self._cuts(),
         )
-        self.conv_weight = kind.empty(shapes.channels, shapes.conv_width)
-        self.decay_rate = kind.empty_precise(heads)
-        self.decay_bias = kind.empty_precise(heads)
-        self.norm_weight = kind.empty_precise(shapes.value_dim)
+        self.conv_weight = scope.empty(shapes.channels, shapes.conv_width)
+        self.decay_rate = scope.empty_precise(heads)
+        self.decay_bias = scope.empty_precise(heads)
+        self.norm_weight = scope.empty_precise(shapes.value_dim)
         self.out = Linear(
             shapes.values_size,
             ((arrangement.out, hidden_size),),
-            kind,
+            scope,
             inputs=self._segments(self.full.values_size),
         )
         self.operation = RecurrentOperation(
@@ -134,12 +134,12 @@ class GatedDelta(nn.Module):
                 gates_by_sigmoid=shapes.gates_by_sigmoid,
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=kind.batch_invariant,
+            batch_invariant=scope.batch_invariant,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
         """Returns this rank's sizes: its key heads and the value heads that belong to them."""
-        ranks, path = self.kind.ranks, self.kind.path
+        ranks, path = self.scope.ranks, self.scope.path
         return replace(
             shapes,
             num_key_heads=ranks.share(shapes.num_key_heads, f"{path} num_key_heads").size,
@@ -153,7 +153,7 @@ class GatedDelta(nn.Module):
         return {name: self._segments(*several.get(name, (count,))) for name, count in full}
 
     def _segments(self, *counts: int) -> Cut:
-        return self.kind.ranks.segments(*counts, what=self.kind.path)
+        return self.scope.ranks.segments(*counts, what=self.scope.path)
 
     @property
     def spec(self) -> RecurrentSpec:
@@ -193,7 +193,7 @@ class GatedDelta(nn.Module):
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
             emit=self.out.reads,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
 
@@ -205,13 +205,13 @@ class GatedDelta(nn.Module):
             f"{self.arrangement.norm}.weight": place_whole(self.norm_weight),
             **self._convolutions(),
         }
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def _convolutions(self) -> WeightSlots:
         """Places one convolution for all channels, or one each for queries, keys and values."""
         full, weight = self.full, self.conv_weight.unsqueeze(1)
         sizes = (full.keys_size, full.keys_size, full.values_size)
-        if not self.kind.has("q_conv1d.weight"):
+        if not self.scope.has("q_conv1d.weight"):
             return {"conv1d.weight": cut_all(place_whole(weight), self._segments(*sizes))}
         placements, first = {}, 0
         for letter, size in zip("qkv", sizes, strict=True):

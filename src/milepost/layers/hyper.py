@@ -28,20 +28,20 @@ class HyperConnection(nn.Module):
         hidden_size: int,
         num_streams: int,
         rank: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         eps: float,
         is_last: bool = False,
     ) -> None:
         super().__init__()
-        self.kind, self.eps, self.rank, self.ranks = kind, eps, rank, kind.ranks
+        self.scope, self.eps, self.rank, self.ranks = scope, eps, rank, scope.ranks
         size = num_streams * hidden_size
-        self.scale = kind.empty_precise(num_streams, hidden_size)
+        self.scale = scope.empty_precise(num_streams, hidden_size)
         sections = [("input_mix_weight_down", rank)]
         if not is_last:
             sections.append(("block_inject_weight", num_streams))
-        self.down = Linear(size, sections, kind)
-        self.up = Linear(rank, (("input_mix_weight_up", size),), kind)
+        self.down = Linear(size, sections, scope)
+        self.up = Linear(rank, (("input_mix_weight_up", size),), scope)
 
     def open(self, hidden: Tensor) -> Tensor:
         """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C], which they all begin
@@ -74,7 +74,7 @@ class HyperConnection(nn.Module):
 
     def placements(self) -> WeightSlots:
         scale = place_scale(self.scale.view(-1), 1.0)
-        return {self.kind.full("hc_norm.weight"): scale}
+        return {self.scope.full("hc_norm.weight"): scale}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         """Sets the scale to 1."""

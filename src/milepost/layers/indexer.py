@@ -39,18 +39,18 @@ class Indexer(nn.Module):
     all of it."""
 
     def __init__(
-        self, shapes: IndexerShapes, hidden_size: int, kind: ModuleScope, eps: float
+        self, shapes: IndexerShapes, hidden_size: int, scope: ModuleScope, eps: float
     ) -> None:
         super().__init__()
-        if kind.batch_invariant:
+        if scope.batch_invariant:
             raise ConfigError(
-                f"batch_invariant: {kind.path} selects what is attended to, which is not supported"
+                f"batch_invariant: {scope.path} selects what is attended to, which is not supported"
             )
         self.shapes, size = shapes, shapes.head_dim
         sections = (("index_qk_proj", (shapes.num_heads + 1) * size),)
-        self.projection = Linear(hidden_size, sections, kind)
+        self.projection = Linear(hidden_size, sections, scope)
         self.query_norm, self.key_norm = (
-            RMSNorm(size, eps, kind.under(f"{letter}_layernorm"), offset=1.0) for letter in "qk"
+            RMSNorm(size, eps, scope.under(f"{letter}_layernorm"), offset=1.0) for letter in "qk"
         )
 
     @property

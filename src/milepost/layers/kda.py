@@ -65,17 +65,17 @@ class KDA(nn.Module):
 
     rotary = None
 
-    def __init__(self, shapes: KDAShapes, kind: ModuleScope) -> None:
+    def __init__(self, shapes: KDAShapes, scope: ModuleScope) -> None:
         super().__init__()
-        self.kind = kind
-        self.head_cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_heads")
+        self.scope = scope
+        self.head_cut = scope.ranks.share(shapes.num_heads, f"{scope.path} num_heads")
         self.cut = self.head_cut.times(shapes.head_dim)
         shapes = self.shapes = replace(shapes, num_heads=self.head_cut.size)
         size, rank = shapes.size, shapes.head_dim
-        self.forget = forget = "forget_gate." if kind.has("forget_gate.A_log") else ""
+        self.forget = forget = "forget_gate." if scope.has("forget_gate.A_log") else ""
         # AliceAI's name, for one rate a head; Kimi Linear's tensor has further dimensions.
-        self.has_flat_rates = shapes.is_full_rank or kind.has("a_log_bias")
-        self.rates = "a_log_bias" if kind.has("a_log_bias") else f"{forget}A_log"
+        self.has_flat_rates = shapes.is_full_rank or scope.has("a_log_bias")
+        self.rates = "a_log_bias" if scope.has("a_log_bias") else f"{forget}A_log"
         wide = (f"{forget}f_proj", "g_proj") if shapes.is_full_rank else ()
         narrow = () if wide else (f"{forget}f_a_proj", "g_a_proj")
         convolved = dict.fromkeys(("q_proj", "k_proj", "v_proj"), size)
@@ -89,23 +89,23 @@ class KDA(nn.Module):
         sections += [(name, rank) for name in narrow]
         rest = -sum(count for _, count in sections) % 8
         padding = [(None, rest)] if rest else []
-        self.projection = Linear(shapes.hidden_size, [*sections, *padding], kind, cuts=cuts)
+        self.projection = Linear(shapes.hidden_size, [*sections, *padding], scope, cuts=cuts)
         self.decay = self.gate = None
         if narrow:
-            self.decay = Linear(rank, ((f"{forget}f_b_proj", size),), kind, cuts=cuts)
-            self.gate = Linear(rank, (("g_b_proj", size),), kind, cuts=cuts)
-        self.conv_weight = kind.empty(3 * size, shapes.conv_width)
-        self.decay_rate = kind.empty_precise(shapes.num_heads)
-        self.decay_bias = kind.empty_precise(size)
-        self.norm_weight = kind.empty_precise(rank)
-        self.out = Linear(size, (("o_proj", shapes.hidden_size),), kind, inputs=self.cut)
+            self.decay = Linear(rank, ((f"{forget}f_b_proj", size),), scope, cuts=cuts)
+            self.gate = Linear(rank, (("g_b_proj", size),), scope, cuts=cuts)
+        self.conv_weight = scope.empty(3 * size, shapes.conv_width)
+        self.decay_rate = scope.empty_precise(shapes.num_heads)
+        self.decay_bias = scope.empty_precise(size)
+        self.norm_weight = scope.empty_precise(rank)
+        self.out = Linear(size, (("o_proj", shapes.hidden_size),), scope, inputs=self.cut)
         heads = shapes.num_heads
         self.operation = RecurrentOperation(
             recurrence=Recurrence(
                 rule=KDAWeights, num_units=heads, num_heads=heads, shared=rank, own=rank
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=kind.batch_invariant,
+            batch_invariant=scope.batch_invariant,
         )
 
     @property
@@ -164,12 +164,12 @@ class KDA(nn.Module):
             "o_norm.weight": place_whole(self.norm_weight),
             **self._convolutions(),
         }
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def _convolutions(self) -> WeightSlots:
         """Places one convolution for all channels, or one each for queries, keys and values."""
         size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
-        if self.kind.has("conv1d.weight"):
+        if self.scope.has("conv1d.weight"):
             return {"conv1d.weight": cut_all(place_whole(weight), join(*[self.cut] * 3))}
         return {
             f"{letter}_conv1d.weight": cut_all(place_rows(weight, index * size, size), self.cut)

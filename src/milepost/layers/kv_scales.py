@@ -24,18 +24,18 @@ _NAMES = {
 class KVScales(nn.Module):
     """`values` [2, G]: the scales of keys and of values; 1 if the checkpoint has none."""
 
-    def __init__(self, num_kv_heads: int, kind: ModuleScope) -> None:
+    def __init__(self, num_kv_heads: int, scope: ModuleScope) -> None:
         super().__init__()
-        self.kind = kind
-        self.values = kind.empty_precise(2, num_kv_heads)
+        self.scope = scope
+        self.values = scope.empty_precise(2, num_kv_heads)
         self.values.data.fill_(1)
 
     def placements(self) -> WeightSlots:
         places: WeightSlots = {}
         for row, names in _NAMES.items():
-            name = next(filter(self.kind.has, names), None)
+            name = next(filter(self.scope.has, names), None)
             if name is not None:
-                full = self.kind.full(name)
+                full = self.scope.full(name)
                 places[full] = WeightSlot((1,), partial(_store, full, self.values.data[row]))
         return places
 

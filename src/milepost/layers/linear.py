@@ -69,7 +69,7 @@ class Linear(nn.Module):
         self,
         num_inputs: int,
         sections: Sections,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         bias: bool = False,
         orders: Mapping[str, Tensor] | None = None,
@@ -78,7 +78,7 @@ class Linear(nn.Module):
         inputs: Cut | None = None,
     ) -> None:
         super().__init__()
-        self.kind = kind
+        self.scope = scope
         self.num_weights = num_inputs * sum(count for _, count in sections)
         """Number of weights that each token is multiplied by."""
         self.is_tied = weight is not None
@@ -87,7 +87,7 @@ class Linear(nn.Module):
         precisions, sizes, start = [], [], 0
         self._sections = []
         for name, count in sections:
-            precision = kind.precision(name) if name is not None else precisions[-1]
+            precision = scope.precision(name) if name is not None else precisions[-1]
             if precision not in precisions:
                 precisions.append(precision)
                 sizes.append(0)
@@ -97,14 +97,14 @@ class Linear(nn.Module):
             start += count
         self._num_outputs = start
         made = [
-            precision.matrix(size, num_inputs, kind) if weight is None else weight
+            precision.matrix(size, num_inputs, scope) if weight is None else weight
             for precision, size in zip(precisions, sizes, strict=True)
         ]
         self.weights = nn.ModuleList(made)
         self._has_bias = bias
         # An output that is summed over all ranks gets its bias from one rank only.
-        bias = bias and (kind.ranks.rank == 0 or inputs is None or inputs.is_whole)
-        self.biases = nn.ParameterList(kind.empty(size) for size in sizes) if bias else None
+        bias = bias and (scope.ranks.rank == 0 or inputs is None or inputs.is_whole)
+        self.biases = nn.ParameterList(scope.empty(size) for size in sizes) if bias else None
         self._weight, self._bias = made[0], self.biases[0] if bias else None
         self._is_fused = len(made) == 1
         self.reads = Emit.joined(products.reads(each.form) for each in made)
@@ -142,7 +142,7 @@ class Linear(nn.Module):
         output = self._multiply_apart(rows, **how)
         if epilogue is not Epilogue.GATED:
             return output
-        return products.gate(output, emit, batch_invariant=self.kind.batch_invariant)
+        return products.gate(output, emit, batch_invariant=self.scope.batch_invariant)
 
     __call__ = multiply
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
@@ -230,7 +230,7 @@ class Linear(nn.Module):
             members = [section for section in self._sections if section.name == name]
             rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members])
             rows = rows[self._orders[name]] if name in self._orders else rows
-            group, prefix = members[0].group, self.kind.full(name)
+            group, prefix = members[0].group, self.scope.full(name)
             tensors = self._place(name, group, rows, prefix)
             placements |= {f"{prefix}.{tensor}": place for tensor, place in tensors.items()}
         return placements

@@ -70,11 +70,11 @@ class Mamba2(nn.Module):
 
     rotary = None
 
-    def __init__(self, shapes: Mamba2Shapes, kind: ModuleScope) -> None:
+    def __init__(self, shapes: Mamba2Shapes, scope: ModuleScope) -> None:
         super().__init__()
-        self.kind = kind
-        what = f"{kind.path} num_heads"
-        self.head_cut = kind.ranks.share(shapes.num_heads, what)
+        self.scope = scope
+        what = f"{scope.path} num_heads"
+        self.head_cut = scope.ranks.share(shapes.num_heads, what)
         self.inner_cut = self.head_cut.times(shapes.head_dim)
         self.channel_cut, shapes = self._split(shapes)
         self.shapes = shapes
@@ -82,18 +82,18 @@ class Mamba2(nn.Module):
         self.projection = Linear(
             shapes.hidden_size,
             (("in_proj", inner + channels + heads),),
-            kind,
+            scope,
             bias=shapes.bias,
             cuts={"in_proj": join(self.inner_cut, self.channel_cut, self.head_cut)},
         )
-        self.conv_weight = kind.empty(channels, shapes.conv_width)
-        self.conv_bias = kind.empty(channels) if shapes.conv_bias else None
-        self.rate, self.dt_bias, self.skip = (kind.empty_precise(heads) for _ in range(3))
-        self.norm_weight = kind.empty_precise(inner) if shapes.has_norm else None
+        self.conv_weight = scope.empty(channels, shapes.conv_width)
+        self.conv_bias = scope.empty(channels) if shapes.conv_bias else None
+        self.rate, self.dt_bias, self.skip = (scope.empty_precise(heads) for _ in range(3))
+        self.norm_weight = scope.empty_precise(inner) if shapes.has_norm else None
         self.out = Linear(
             inner,
             (("out_proj", shapes.hidden_size),),
-            kind,
+            scope,
             bias=shapes.bias,
             inputs=self.inner_cut,
         )
@@ -106,14 +106,14 @@ class Mamba2(nn.Module):
                 own=shapes.head_dim,
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=kind.batch_invariant,
+            batch_invariant=scope.batch_invariant,
             chunk=recurrent.choose_chunk(shapes.chunk_size),
         )
 
     def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
         """Returns this rank's channels and sizes. If there are fewer groups than ranks, each rank
         has the group of its heads."""
-        ranks, path = self.kind.ranks, self.kind.path
+        ranks, path = self.scope.ranks, self.scope.path
         groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
         self._shares_group = shapes.num_groups < ranks.size
         if self._shares_group and shapes.has_norm and shapes.norm_before_gate:
@@ -153,7 +153,7 @@ class Mamba2(nn.Module):
             norm_eps=self.shapes.norm_eps,
             norm_before_gate=self.shapes.norm_before_gate,
             dt_limit=self.shapes.time_step_limit,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
         mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),
@@ -168,9 +168,9 @@ class Mamba2(nn.Module):
 
     def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
         """Norms a group whose heads are split over several ranks."""
-        num_features = mixed.shape[1] * self.kind.ranks.size // self._num_groups
+        num_features = mixed.shape[1] * self.scope.ranks.size // self._num_groups
         part = NormedPart(mixed, scale, column=self._group, num_features=num_features)
-        return norm_over_ranks([part], self.shapes.norm_eps, self._num_groups, self.kind)[0]
+        return norm_over_ranks([part], self.shapes.norm_eps, self._num_groups, self.scope)[0]
 
     def placements(self) -> WeightSlots:
         heads, channels = self.head_cut, self.channel_cut
@@ -184,7 +184,7 @@ class Mamba2(nn.Module):
             tensors["conv1d.bias"] = cut_all(place_whole(self.conv_bias), channels)
         if self.norm_weight is not None:
             tensors["norm.weight"] = cut_all(place_whole(self.norm_weight), self.inner_cut)
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)

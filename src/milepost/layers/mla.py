@@ -68,15 +68,15 @@ class MLA(nn.Module):
     def __init__(
         self,
         shapes: MLAShapes,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         rotary: Rotary | None = None,
         out: str = "o_proj",
         first_row: int = 0,
     ) -> None:
         super().__init__()
-        self.kind, self.rotary = kind, rotary
-        self.cut = kind.ranks.share(shapes.num_heads, f"{kind.path} num_attention_heads")
+        self.scope, self.rotary = scope, rotary
+        self.cut = scope.ranks.share(shapes.num_heads, f"{scope.path} num_attention_heads")
         shapes = self.shapes = replace(shapes, num_heads=self.cut.size)
         heads, latent, rank = shapes.num_heads, shapes.latent_dim, shapes.query_rank
         self.sizes = rank or heads * shapes.key_dim, latent + shapes.shared_dim
@@ -87,28 +87,28 @@ class MLA(nn.Module):
         query_cut = self.cut.times(shapes.key_dim)
         cuts = {"q_proj": query_cut, "g_proj": self.cut}
         self.projection = Linear(
-            shapes.hidden_size, [each for each in sections if each[1]], kind, cuts=cuts
+            shapes.hidden_size, [each for each in sections if each[1]], scope, cuts=cuts
         )
         self.query_norm = self.query = None
         if rank:
-            self.query_norm = RMSNorm(rank, _NORM_EPS, kind.under("q_a_layernorm"))
+            self.query_norm = RMSNorm(rank, _NORM_EPS, scope.under("q_a_layernorm"))
             query_sections = (("q_b_proj", heads * shapes.key_dim),)
-            self.query = Linear(rank, query_sections, kind, cuts={"q_b_proj": query_cut})
-        self.norm_weight = kind.empty_precise(latent)
-        self.up_key = kind.empty(heads, shapes.own_dim, latent)
-        self.up_value = kind.empty(heads, shapes.value_dim, latent)
+            self.query = Linear(rank, query_sections, scope, cuts={"q_b_proj": query_cut})
+        self.norm_weight = scope.empty_precise(latent)
+        self.up_key = scope.empty(heads, shapes.own_dim, latent)
+        self.up_value = scope.empty(heads, shapes.value_dim, latent)
         inputs = self.cut.times(shapes.value_dim)
         self.out = Linear(
-            heads * shapes.value_dim, ((out, shapes.hidden_size),), kind, inputs=inputs
+            heads * shapes.value_dim, ((out, shapes.hidden_size),), scope, inputs=inputs
         )
-        self.kv_scales = KVScales(1, kind)
+        self.kv_scales = KVScales(1, scope)
         self.operation = LatentOperation(
             num_heads=heads,
             latent_dim=latent,
             shared_dim=shapes.shared_dim,
-            value_bytes=kind.dtype.itemsize,
+            value_bytes=scope.dtype.itemsize,
             first_row=first_row,
-            batch_invariant=kind.batch_invariant,
+            batch_invariant=scope.batch_invariant,
         )
 
     @property
@@ -125,7 +125,7 @@ class MLA(nn.Module):
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, layout = self.shapes, ctx.step.layouts[self.operation]
         query_part, shared, kv, gate = self._prepare(rows, ctx, number, layout)
-        how = {"batch_invariant": self.kind.batch_invariant}
+        how = {"batch_invariant": self.scope.batch_invariant}
         query = multiply_heads(query_part, self.up_key, **how)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
@@ -173,10 +173,10 @@ class MLA(nn.Module):
                 parameter.copy_(part)
 
         name, shape = "kv_b_proj", (shapes.num_heads * sum(sizes), shapes.latent_dim)
-        parts = place_expanded(name, shape, self.kind, self.cut.times(sum(sizes)), store)
+        parts = place_expanded(name, shape, self.scope, self.cut.times(sum(sizes)), store)
         tensors = {"kv_a_layernorm.weight": place_whole(self.norm_weight)}
         tensors |= {f"{name}.{part}": place for part, place in parts.items()}
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         self.norm_weight.fill_(1)

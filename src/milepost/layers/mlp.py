@@ -32,7 +32,7 @@ class MLP(nn.Module):
         self,
         hidden_size: int,
         size: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         *,
         limit: float = 0.0,
@@ -41,10 +41,10 @@ class MLP(nn.Module):
         self.limit = limit
         *up, down = names
         self.is_gated = len(up) == 2
-        cut = kind.ranks.share(size, f"{kind.path} intermediate_size")
+        cut = scope.ranks.share(size, f"{scope.path} intermediate_size")
         cuts = {name: join(*[cut] * up.count(name)) for name in up}
-        self.up = Linear(hidden_size, [(name, cut.size) for name in up], kind, cuts=cuts)
-        self.down = Linear(cut.size, ((down, hidden_size),), kind, inputs=cut)
+        self.up = Linear(hidden_size, [(name, cut.size) for name in up], scope, cuts=cuts)
+        self.down = Linear(cut.size, ((down, hidden_size),), scope, inputs=cut)
 
     @property
     def reads(self) -> Emit:

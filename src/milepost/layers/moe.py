@@ -71,18 +71,18 @@ class MoE(nn.Module):
         self,
         hidden_size: int,
         shapes: ExpertShapes,
-        kind: ModuleScope,
+        scope: ModuleScope,
         names: ExpertNames = USUAL_NAMES,
     ) -> None:
         super().__init__()
-        self.shapes, self.kind, self.hidden_size = shapes, kind, hidden_size
+        self.shapes, self.scope, self.hidden_size = shapes, scope, hidden_size
         self.names = names
-        precision, shared_kind = _precision_of(names, kind), kind.under(names.shared)
-        self.cut, units = _cuts(shapes, kind)
+        precision, shared_scope = _precision_of(names, scope), scope.under(names.shared)
+        self.cut, units = _cuts(shapes, scope)
         # The shared expert belongs to no single rank, so it is not joined when experts are split
         # over ranks.
-        splits = kind.ranks.splits_experts
-        joins = not splits and precision == shared_kind.precision(names.shared_projections[0])
+        splits = scope.ranks.splits_experts
+        joins = not splits and precision == shared_scope.precision(names.shared_projections[0])
         self.num_joint = (
             shapes.num_joint if joins and shapes.num_joint <= precision.max_shared else 0
         )
@@ -94,8 +94,8 @@ class MoE(nn.Module):
             (f"{names.shared}_gate", int(has_gate_row)),
             (None, -self.num_logits % 8),  # products with whole groups of 8 outputs are faster
         )
-        self.router = Linear(hidden_size, [each for each in sections if each[1]], kind)
-        self.bias = kind.empty_precise(shapes.num_experts) if shapes.has_bias else None
+        self.router = Linear(hidden_size, [each for each in sections if each[1]], scope)
+        self.bias = scope.empty_precise(shapes.num_experts) if shapes.has_bias else None
         inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
             hidden_size=inner_size,
@@ -104,20 +104,20 @@ class MoE(nn.Module):
             num_shared=self.num_joint,
             experts=self.cut,
             units=units,
-            shared_units=_units(shapes.shared_size, kind) if self.num_joint else units,
+            shared_units=_units(shapes.shared_size, scope) if self.num_joint else units,
         )
-        self.experts = precision.experts(sizes, names, kind)
+        self.experts = precision.experts(sizes, names, scope)
         self.latent_in = self.latent_out = self.shared = self.shared_gate = None
         if shapes.latent_size:
-            self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), kind)
-            self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), kind)
+            self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), scope)
+            self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), scope)
         if shapes.shared_size and not self.num_joint:
             projections, limit = names.shared_projections, shapes.shared_limit
             self.shared = MLP(
-                hidden_size, shapes.shared_size, shared_kind, projections, limit=limit
+                hidden_size, shapes.shared_size, shared_scope, projections, limit=limit
             )
             if has_gate:
-                self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), kind)
+                self.shared_gate = Linear(hidden_size, ((f"{names.shared}_gate", 1),), scope)
 
     @property
     def num_weights(self) -> int:
@@ -165,7 +165,7 @@ class MoE(nn.Module):
         """Returns the shared expert's share [T, 1]."""
         gate = self.shared_gate(rows, **how)
         # On a CPU the last elements of a tensor are computed in another way than the others.
-        is_split = self.kind.batch_invariant and not gate.is_cuda
+        is_split = self.scope.batch_invariant and not gate.is_cuda
         return in_blocks(torch.sigmoid, gate) if is_split else gate.sigmoid_()
 
     def _route(
@@ -181,7 +181,7 @@ class MoE(nn.Module):
             bias=self.bias,
             dtype=dtype,
             num_real=num_real,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
         return (shares, experts) if self.cut.is_whole else self._own(shares, experts)
 
@@ -205,14 +205,14 @@ class MoE(nn.Module):
         if self.cut.is_whole:
             return ""
         numbers = "|".join(str(number) for _, number in self.experts.sizes.numbers)
-        return rf"{re.escape(self.kind.full(self.names.single))}\.(?!({numbers})\.)\d+\."
+        return rf"{re.escape(self.scope.full(self.names.single))}\.(?!({numbers})\.)\d+\."
 
     def placements(self) -> WeightSlots:
         """Places the router's bias. Without a shared expert, the shared expert's tensors that the
         checkpoint may still hold are read and ignored."""
         placements = {}
         if self.bias is not None:
-            placements[self.kind.full(self.names.bias)] = place_whole(self.bias)
+            placements[self.scope.full(self.names.bias)] = place_whole(self.bias)
         if self.shapes.shared_size:
             return placements
         shapes = {
@@ -222,9 +222,9 @@ class MoE(nn.Module):
             "shared_expert_gate.weight": (1, self.hidden_size),
         }
         return placements | {
-            self.kind.full(name): WeightSlot(shape, len)
+            self.scope.full(name): WeightSlot(shape, len)
             for name, shape in shapes.items()
-            if self.kind.has(name)
+            if self.scope.has(name)
         }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
@@ -239,29 +239,29 @@ def elsewhere_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if pattern)
 
 
-def _precision_of(names: ExpertNames, kind: ModuleScope) -> Precision:
+def _precision_of(names: ExpertNames, scope: ModuleScope) -> Precision:
     """Returns the form of the experts' weights in the checkpoint."""
     # A tensor of stacked experts may be named like a module.
     stacked = names.stacked[0].removesuffix(".weight")
-    is_module = stacked != names.stacked[0] and kind.has(names.stacked[0])
-    return kind.precision(stacked if is_module else names.single)
+    is_module = stacked != names.stacked[0] and scope.has(names.stacked[0])
+    return scope.precision(stacked if is_module else names.single)
 
 
-def _cuts(shapes: ExpertShapes, kind: ModuleScope) -> tuple[Cut, Cut]:
+def _cuts(shapes: ExpertShapes, scope: ModuleScope) -> tuple[Cut, Cut]:
     """Returns the experts that this rank has, and the units of each. Raises ConfigError if the rank
     has fewer experts than a token chooses."""
-    ranks = kind.ranks
+    ranks = scope.ranks
     if not ranks.splits_experts:
-        return Cut.all_of(shapes.num_experts), _units(shapes.size, kind)
-    experts = ranks.share(shapes.num_experts, f"{kind.path} num_experts")
+        return Cut.all_of(shapes.num_experts), _units(shapes.size, scope)
+    experts = ranks.share(shapes.num_experts, f"{scope.path} num_experts")
     if experts.size < shapes.num_chosen:
         raise ConfigError(
-            f"tensor_parallel_size={ranks.size}: {kind.path} has {experts.size} experts "
+            f"tensor_parallel_size={ranks.size}: {scope.path} has {experts.size} experts "
             f"on a rank, and a token has {shapes.num_chosen}; leave expert parallelism out"
         )
     return experts, Cut.all_of(shapes.size)
 
 
-def _units(size: int, kind: ModuleScope) -> Cut:
+def _units(size: int, scope: ModuleScope) -> Cut:
     """Returns this rank's units of an expert of `size` units."""
-    return kind.ranks.share(size, f"{kind.path} moe_intermediate_size")
+    return scope.ranks.share(size, f"{scope.path} moe_intermediate_size")

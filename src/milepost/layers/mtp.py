@@ -49,7 +49,7 @@ class HeadNames:
 
 
 class MTPHead(nn.Module):
-    """An MTP head with its tensors under `kind.path`; embedding and logits are the model's."""
+    """An MTP head with its tensors under `scope.path`; embedding and logits are the model's."""
 
     rotary = None
 
@@ -57,7 +57,7 @@ class MTPHead(nn.Module):
         self,
         hidden_size: int,
         layer: Layer,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         eps: float,
         offset: float = 0.0,
@@ -66,13 +66,13 @@ class MTPHead(nn.Module):
         super().__init__()
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(hidden_size, eps, kind.under(name), offset=offset)
+            return RMSNorm(hidden_size, eps, scope.under(name), offset=offset)
 
         self.norm_embedding, self.norm_hidden = norm(names.norm_embedding), norm(names.norm_hidden)
-        self.fc = Linear(2 * hidden_size, ((names.fc, hidden_size),), kind)
+        self.fc = Linear(2 * hidden_size, ((names.fc, hidden_size),), scope)
         self.layer = layer
         self.norm = norm(names.norm)
-        self.ranks = kind.ranks
+        self.ranks = scope.ranks
         (mixer,) = layer.blocks[0].parts
         assert isinstance(mixer, Attention | MLA), "the head's layer attends"
         self.attention = mixer

@@ -72,29 +72,31 @@ class NgramPart(nn.Module):
     rotary = None
     reads = Emit.VALUES
 
-    def __init__(self, shapes: NgramShapes, kind: ModuleScope) -> None:
+    def __init__(self, shapes: NgramShapes, scope: ModuleScope) -> None:
         super().__init__()
-        if kind.ranks.size > 1:
+        if scope.ranks.size > 1:
             raise ConfigError(
-                f"tensor_parallel_size={kind.ranks.size}: {kind.path} has a table of n-grams, "
+                f"tensor_parallel_size={scope.ranks.size}: {scope.path} has a table of n-grams, "
                 "which is not split; supported is 1"
             )
-        self.shapes, self.kind, self.operation = shapes, kind, NgramOperation()
+        self.shapes, self.scope, self.operation = shapes, scope, NgramOperation()
         self.size = shapes.num_streams * shapes.hidden_size
-        self.key = Linear(shapes.embedding_size, (("key_proj", self.size),), kind)
-        self.value = Linear(shapes.embedding_size, (("value_proj", shapes.hidden_size),), kind)
+        self.key = Linear(shapes.embedding_size, (("key_proj", self.size),), scope)
+        self.value = Linear(shapes.embedding_size, (("value_proj", shapes.hidden_size),), scope)
         size = shapes.num_streams, shapes.hidden_size
-        self.scales = nn.ParameterDict({name: kind.empty_precise(*size) for name in _NORMS})
-        self.conv_weight = kind.empty(self.size, shapes.conv_width)
+        self.scales = nn.ParameterDict({name: scope.empty_precise(*size) for name in _NORMS})
+        self.conv_weight = scope.empty(self.size, shapes.conv_width)
         self.multipliers = multipliers_of(shapes)
         self.sizes = sizes_of(shapes)
         every = [size for sizes in self.sizes for size in sizes]
         num_rows = -(-sum(every) // shapes.divisor) * shapes.divisor
         width = shapes.embedding_size // len(every)
-        is_gpu = kind.device.type == "cuda"
-        where = "cpu" if is_gpu else kind.device
+        is_gpu = scope.device.type == "cuda"
+        where = "cpu" if is_gpu else scope.device
         # No parameter: it stays in host memory, and is not counted among the device's weights.
-        self.table = torch.empty(num_rows, width, dtype=kind.dtype, device=where, pin_memory=is_gpu)
+        self.table = torch.empty(
+            num_rows, width, dtype=scope.dtype, device=where, pin_memory=is_gpu
+        )
         self.carried_from = 0
         # Parts of a state: inputs of the convolution, then ids.
         self._inputs = StatePart(0, shapes.reach, self.size)
@@ -175,7 +177,7 @@ class NgramPart(nn.Module):
         }
         tensors["conv1d.weight"] = place_whole(self.conv_weight.unsqueeze(1))
         path = "ple_embedding.ngram_embedding"
-        if self.kind.has(f"{path}.weight"):
+        if self.scope.has(f"{path}.weight"):
             tensors[f"{path}.weight"] = place_whole(self.table)
         else:
             for index, rows in enumerate(self.table.chunk(self.shapes.num_shards)):
@@ -184,9 +186,9 @@ class NgramPart(nn.Module):
         offsets = [sum(every[:index]) for index in range(len(every))]
         known = {"layer_multipliers": self.multipliers, "ngram_heads_vocab_sizes": every}
         for name, numbers in (*known.items(), ("ngram_heads_offsets", offsets)):
-            if self.kind.has(f"ple_embedding.{name}"):
+            if self.scope.has(f"ple_embedding.{name}"):
                 tensors[f"ple_embedding.{name}"] = self._check(name, numbers)
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def _check(self, name: str, numbers: list[int]) -> WeightSlot:
         """Places numbers that follow from the configuration: a file may have no others."""
@@ -194,7 +196,7 @@ class NgramPart(nn.Module):
         def compare(values: Tensor) -> None:
             if values.tolist() != numbers:
                 raise WeightsError(
-                    f"{self.kind.full('ple_embedding')}.{name} has other numbers than its "
+                    f"{self.scope.full('ple_embedding')}.{name} has other numbers than its "
                     "config.json leads to: n-grams are hashed in another way"
                 )
 

@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         self,
         size: int,
         eps: float,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         offset: float = 0.0,
         multiplier: float = 1.0,
@@ -66,9 +66,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         assert of_output is None or of_output.eps == eps, "one launch norms by one eps"
         self.of_output = of_output
-        self.eps, self.offset, self.kind, self.multiplier = eps, offset, kind, multiplier
-        self.scale = kind.empty_precise(size)
-        self.ranks = kind.ranks
+        self.eps, self.offset, self.scope, self.multiplier = eps, offset, scope, multiplier
+        self.scale = scope.empty_precise(size)
+        self.ranks = scope.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Norms `hidden` [..., N] and returns the result in its dtype."""
@@ -107,7 +107,7 @@ class RMSNorm(nn.Module):
             product = begun.weight, begun.target
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
-        options = {"emit": emit, "batch_invariant": self.kind.batch_invariant}
+        options = {"emit": emit, "batch_invariant": self.scope.batch_invariant}
         options["like_many"] = like_many
         if of_output is not None:
             options["delta_scale"] = of_output.scale
@@ -119,11 +119,11 @@ class RMSNorm(nn.Module):
         first, rest = output, None
         if output.dim() == 3:
             first, rest = output[:, 0], output[:, 1:] if output.shape[1] > 1 else None
-        how = {"batch_invariant": self.kind.batch_invariant}
+        how = {"batch_invariant": self.scope.batch_invariant}
         return values_of(norm.add_norm(first, rest, self.scale, self.eps, **how)[1])
 
     def placements(self) -> WeightSlots:
-        return {self.kind.full("weight"): place_scale(self.scale, self.offset)}
+        return {self.scope.full("weight"): place_scale(self.scale, self.offset)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         """Sets the scale to 1."""
@@ -156,15 +156,15 @@ class HeadNorms(nn.Module):
         self,
         groups: Mapping[str, Cut],
         head_dim: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         offset: float,
         is_whole: bool,
     ) -> None:
         super().__init__()
-        self.groups, self.offset, self.kind, self.is_whole = groups, offset, kind, is_whole
+        self.groups, self.offset, self.scope, self.is_whole = groups, offset, scope, is_whole
         self._sizes = [heads.size for heads in groups.values()]
-        self.scale = kind.empty_precise(sum(self._sizes), head_dim)
+        self.scale = scope.empty_precise(sum(self._sizes), head_dim)
 
     def placements(self) -> WeightSlots:
         placements, parts = {}, self.scale.split(self._sizes)
@@ -173,7 +173,7 @@ class HeadNorms(nn.Module):
             place = place_scale(like, self.offset)
             if self.is_whole:
                 place = cut_all(place, heads.times(scale.shape[1]))
-            placements[self.kind.full(f"{name}.weight")] = place
+            placements[self.scope.full(f"{name}.weight")] = place
         return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
@@ -199,7 +199,7 @@ def over_ranks(delta: Tensor, ranks: Ranks) -> Tensor:
 
 
 def norm_over_ranks(
-    parts: Sequence[NormedPart], eps: float, num_columns: int, kind: ModuleScope
+    parts: Sequence[NormedPart], eps: float, num_columns: int, scope: ModuleScope
 ) -> list[Tensor]:
     """Returns norms [T, N] of `parts`, each over features that are split over the ranks. All ranks
     together have `num_columns` different parts."""
@@ -208,10 +208,10 @@ def norm_over_ranks(
     squares = wide[0].new_zeros(len(wide[0]), num_columns + -num_columns % 4)
     for part, values in zip(parts, wide, strict=True):
         # On a GPU torch adds a row up by as many threads as the number of rows leaves for it.
-        is_split = kind.batch_invariant and values.is_cuda
+        is_split = scope.batch_invariant and values.is_cuda
         sums = in_blocks(_add_squares, values, size=_ROWS) if is_split else _add_squares(values)
         squares[:, part.column] = sums / part.num_features
-    means = kind.ranks.all_reduce(squares)
+    means = scope.ranks.all_reduce(squares)
     return [
         cast(values * (means[:, part.column, None] + eps).rsqrt() * part.scale, part.values.dtype)
         for part, values in zip(parts, wide, strict=True)

@@ -39,11 +39,11 @@ class ModuleScope:
     """Whether a row's results must not depend on the other rows of a step."""
 
     def under(self, name: str) -> ModuleScope:
-        """Returns the kind for a submodule."""
+        """Returns the scope of a submodule."""
         return replace(self, path=self.full(name))
 
     def root(self) -> ModuleScope:
-        """Returns the kind for modules outside the model's layers."""
+        """Returns the scope of modules outside the model's layers."""
         return replace(self, path="")
 
     def full(self, name: str) -> str:

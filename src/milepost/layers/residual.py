@@ -26,13 +26,15 @@ from milepost.layers.weight_slots import WeightSlots, place_whole
 class ResidualAttention(nn.Module):
     """The mixture that a part reads, and its norm; stands in a block in place of the norm. A part's
     output is a source of its own if the block of layers `opens` with it; else it is added to the
-    last one. The tensors are `kind.path`'s `{name}_proj.weight` and `{name}_norm_weight`."""
+    last one. The tensors are `scope.path`'s `{name}_proj.weight` and `{name}_norm_weight`."""
 
-    def __init__(self, norm: RMSNorm, kind: ModuleScope, name: str, *, opens: bool = False) -> None:
+    def __init__(
+        self, norm: RMSNorm, scope: ModuleScope, name: str, *, opens: bool = False
+    ) -> None:
         super().__init__()
-        self.norm, self.kind, self.name, self.opens = norm, kind, name, opens
+        self.norm, self.scope, self.name, self.opens = norm, scope, name, opens
         size = len(norm.scale)
-        self.scale, self.query = kind.empty_precise(size), kind.empty_precise(size)
+        self.scale, self.query = scope.empty_precise(size), scope.empty_precise(size)
         self.ranks = norm.ranks
 
     def add(
@@ -57,7 +59,7 @@ class ResidualAttention(nn.Module):
 
     def _mix(self, sources: Tensor, delta: Tensor | None) -> Tensor:
         how = self.scale, self.query, self.norm.eps
-        if not self.kind.batch_invariant or runs_triton(sources):
+        if not self.scope.batch_invariant or runs_triton(sources):
             return residual.mix(sources, delta, *how)
         if delta is not None:
             sources[:, -1] += add_up(delta)
@@ -65,8 +67,8 @@ class ResidualAttention(nn.Module):
 
     def placements(self) -> WeightSlots:
         return {
-            self.kind.full(f"{self.name}_proj.weight"): place_whole(self.query[None]),
-            self.kind.full(f"{self.name}_norm_weight"): place_whole(self.scale),
+            self.scope.full(f"{self.name}_proj.weight"): place_whole(self.query[None]),
+            self.scope.full(f"{self.name}_norm_weight"): place_whole(self.scale),
         }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:

@@ -34,19 +34,19 @@ class ShortConv(nn.Module):
         self,
         hidden_size: int,
         conv_width: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         bias: bool = False,
         in_slots: bool = False,
     ) -> None:
         super().__init__()
-        self.kind = kind
-        self.cut = kind.ranks.share(hidden_size, f"{kind.path} hidden_size")
+        self.scope = scope
+        self.cut = scope.ranks.share(hidden_size, f"{scope.path} hidden_size")
         size, cuts = self.cut.size, {"in_proj": join(*[self.cut] * 3)}
-        self.projection = Linear(hidden_size, (("in_proj", 3 * size),), kind, bias=bias, cuts=cuts)
-        self.conv_weight = kind.empty(size, conv_width)
-        self.conv_bias = kind.empty(size) if bias else None
-        self.out = Linear(size, (("out_proj", hidden_size),), kind, bias=bias, inputs=self.cut)
+        self.projection = Linear(hidden_size, (("in_proj", 3 * size),), scope, bias=bias, cuts=cuts)
+        self.conv_weight = scope.empty(size, conv_width)
+        self.conv_bias = scope.empty(size) if bias else None
+        self.out = Linear(size, (("out_proj", hidden_size),), scope, bias=bias, inputs=self.cut)
         self.operation = ShortConvOperation(num_taps=conv_width, in_slots=in_slots)
 
     @property
@@ -87,7 +87,7 @@ class ShortConv(nn.Module):
         tensors = {"conv.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), self.cut)}
         if self.conv_bias is not None:
             tensors["conv.bias"] = cut_all(place_whole(self.conv_bias), self.cut)
-        return {self.kind.full(name): place for name, place in tensors.items()}
+        return {self.scope.full(name): place for name, place in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.conv_weight.shape[1] ** -0.5, generator)

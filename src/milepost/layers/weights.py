@@ -159,11 +159,11 @@ class Precision(Protocol):
     """Largest number of experts that a shared one may be stored as: each is one more that every
     token chooses."""
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> Weight:
         """Returns an unfilled matrix for one or several projections."""
         ...
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Experts:
         """Returns unfilled matrices for a mixture's experts."""
         ...
 
@@ -174,11 +174,11 @@ class RawPrecision:
 
     max_shared: ClassVar[int] = 4
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> Weight:
-        return RawWeight(kind.empty(num_outputs, num_inputs), kind.batch_invariant)
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> Weight:
+        return RawWeight(scope.empty(num_outputs, num_inputs), scope.batch_invariant)
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
-        return RawExperts(sizes, names, kind)
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Experts:
+        return RawExperts(sizes, names, scope)
 
 
 RAW = RawPrecision()
@@ -226,13 +226,13 @@ class RawExperts(nn.Module):
     """Raw experts. The gate and up projections of an expert, or its up projection alone, share one
     matrix."""
 
-    def __init__(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> None:
+    def __init__(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> None:
         super().__init__()
-        self.sizes, self.names, self.kind = sizes, names, kind
+        self.sizes, self.names, self.scope = sizes, names, scope
         count = sizes.num_experts + sizes.num_shared
         num_rows = (len(names.projections) - 1) * sizes.size
-        self.up = kind.empty(count, num_rows, sizes.hidden_size)
-        self.down = kind.empty(count, sizes.hidden_size, sizes.size)
+        self.up = scope.empty(count, num_rows, sizes.hidden_size)
+        self.down = scope.empty(count, sizes.hidden_size, sizes.size)
 
     @property
     def reads(self) -> Emit:
@@ -240,17 +240,17 @@ class RawExperts(nn.Module):
 
     @property
     def forms(self) -> tuple[Form, Form]:
-        how = {"batch_invariant": self.kind.batch_invariant}
+        how = {"batch_invariant": self.scope.batch_invariant}
         return products.Raw(values=self.up, **how), products.Raw(values=self.down, **how)
 
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
         return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
-        names, sizes, full = self.names, self.sizes, self.kind.full
+        names, sizes, full = self.names, self.sizes, self.scope.full
         placements = self._shared() if sizes.num_shared else {}
         *up, down = names.projections
-        stacked = [self.kind.has(name) for name in names.stacked]
+        stacked = [self.scope.has(name) for name in names.stacked]
         cuts = join(*[sizes.units] * len(up)), sizes.units
         for dim, values in enumerate((self.up, self.down)):
             if stacked[dim]:
@@ -272,7 +272,7 @@ class RawExperts(nn.Module):
         count, (hidden_size, size) = self.sizes.num_shared, self.down.shape[1:]
         inner, out = (each[-count:] for each in (self.up, self.down))
         *up, down = self.names.shared_projections
-        prefix = self.kind.full(self.names.shared)
+        prefix = self.scope.full(self.names.shared)
         groups: dict[str, list[Tensor]] = {}
         for name, rows in zip(up, inner.chunk(len(up), 1), strict=True):
             groups.setdefault(name, []).append(rows)

@@ -54,7 +54,7 @@ class Architecture:
     text_types: tuple[str, ...] = ()
     """`model_type` of a text part that is another family's; the first one if it does not say."""
     build: Callable[[PreTrainedConfig, ModuleScope], DecoderParts]
-    """Builds the layers of a text configuration; their tensors are under `kind.path`."""
+    """Builds the layers of a text configuration; their tensors are under `scope.path`."""
     layer_types: tuple[str, ...] = ("full_attention", "linear_attention")
     """Layer types that `build` supports."""
     requirements: Mapping[str, Requirement] = field(default_factory=dict)
@@ -73,14 +73,14 @@ class Architecture:
     output_path: str = ""
     """Path of the module with the output projection `lm_head`; empty for the top level."""
     head: Callable[[PreTrainedConfig, ModuleScope, Rotary], MTPHead] | None = None
-    """Builds the MTP head, with tensors under `kind.path` and the model's rotary embedding; None if
-    the family has none."""
+    """Builds the MTP head, with tensors under `scope.path` and the model's rotary embedding; None
+    if the family has none."""
     head_at: str = "mtp"
     """Path of the head's tensors, at the top level of multimodal checkpoints too. `{depth}` stands
     for the number of the model's layers."""
     tower: Callable[[PreTrainedConfig, ModuleScope], Tower] | None = None
-    """Builds the vision tower of a whole configuration, with tensors under `kind.path`; None if the
-    family has no tower that is supported."""
+    """Builds the vision tower of a whole configuration, with tensors under `scope.path`; None if
+    the family has no tower that is supported."""
     tower_path: str = "model.visual"
     """Path of the tower's tensors. They are skipped unless it is asked for, as the head's are."""
     skipped: tuple[str, ...] = ()
@@ -89,41 +89,41 @@ class Architecture:
     def decoder(
         self,
         config: PreTrainedConfig,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         is_tied: bool,
         has_head: bool = False,
         whole: PreTrainedConfig | None = None,
     ) -> Decoder:
-        """Returns an unfilled model; `kind` is that of the whole checkpoint. It gets a tower if
+        """Returns an unfilled model; `scope` is that of the whole checkpoint. It gets a tower if
         there is a `whole` configuration."""
-        inner = kind.under(self._prefix(kind.names))
+        inner = scope.under(self._prefix(scope.names))
         parts = self.build(config, inner)
         if whole is not None:
-            parts = replace(parts, tower=self.tower_of(whole, kind))
+            parts = replace(parts, tower=self.tower_of(whole, scope))
         if has_head:
-            parts = replace(parts, head=self.head_of(config, kind, rotary_of(parts.layers)))
+            parts = replace(parts, head=self.head_of(config, scope, rotary_of(parts.layers)))
         output = inner.root().under(self.output_path)
         return Decoder(
             config, parts, inner, is_tied=is_tied, embedding=self.embedding, output=output
         )
 
     def head_of(
-        self, config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None = None
+        self, config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary | None = None
     ) -> MTPHead:
         """Returns the unfilled head alone."""
         assert self.head is not None, "only architectures that have heads are asked for one"
-        rotary = rotary or Rotary(config, kind.device)
-        return self.head(config, kind.root().under(self.head_path(config)), rotary)
+        rotary = rotary or Rotary(config, scope.device)
+        return self.head(config, scope.root().under(self.head_path(config)), rotary)
 
     def head_path(self, config: PreTrainedConfig) -> str:
         """Returns the path of the head's tensors."""
         return self.head_at.format(depth=config.num_hidden_layers)
 
-    def tower_of(self, whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+    def tower_of(self, whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         """Returns the unfilled tower alone. It is not split: each rank has all of it."""
         assert self.tower is not None, "only architectures that have towers are asked for one"
-        plain = ModuleScope(dtype=kind.dtype, device=kind.device, names=kind.names)
+        plain = ModuleScope(dtype=scope.dtype, device=scope.device, names=scope.names)
         return self.tower(whole, plain.under(self.tower_path))
 
     def _prefix(self, names: Container[str]) -> str:

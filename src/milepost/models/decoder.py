@@ -62,7 +62,7 @@ class Decoder(nn.Module):
     """A model for inference; keeps no state of its own.
 
     Parameters are allocated on their device and left unfilled. `config` is the text model's
-    configuration, `kind` that of the module with the embedding, and `output` that of the module
+    configuration, `scope` that of the module with the embedding, and `output` that of the module
     with the output projection, which is the checkpoint's top level if None.
     """
 
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         self,
         config: PreTrainedConfig,
         parts: DecoderParts,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         is_tied: bool,
         embedding: str = "embed_tokens",
@@ -78,20 +78,20 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.kind = kind
-        self.dtype = kind.dtype
+        self.scope = scope
+        self.dtype = scope.dtype
         self.vocab_size: int = config.vocab_size
-        self.ranks = kind.ranks
-        self._vocab = kind.ranks.share(config.vocab_size, "vocab_size")
-        self.embedding = kind.empty(self._vocab.size, config.hidden_size)
-        self._embedding_name = kind.full(f"{embedding}.weight")
+        self.ranks = scope.ranks
+        self._vocab = scope.ranks.share(config.vocab_size, "vocab_size")
+        self.embedding = scope.empty(self._vocab.size, config.hidden_size)
+        self._embedding_name = scope.full(f"{embedding}.weight")
         self.layers = nn.ModuleList(parts.layers)
         self.norm = parts.norm
         self.lm_head = Linear(
             config.hidden_size,
             (("lm_head", self._vocab.size),),
-            output or kind.root(),
-            weight=RawWeight(self.embedding, kind.batch_invariant) if is_tied else None,
+            output or scope.root(),
+            weight=RawWeight(self.embedding, scope.batch_invariant) if is_tied else None,
             cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         """Whether `forward` may return only the sampled positions for a step of this capacity, if
         it scores no prompt. A head needs all positions. With `batch_invariant`, a prompt's last
         position attends as the others do, whatever else is in the step."""
-        is_free = self.mtp is None and not self.kind.batch_invariant
+        is_free = self.mtp is None and not self.scope.batch_invariant
         return is_free and capacity.ends_early
 
     @property

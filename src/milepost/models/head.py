@@ -29,7 +29,7 @@ def depth_of(config: PreTrainedConfig) -> int:
 def check_head(
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ModuleScope,
+    scope: ModuleScope,
     files: WeightFiles | None,
 ) -> None:
     """Raises UnsupportedModelError or WeightsError if the head cannot run, naming the setting or
@@ -45,7 +45,7 @@ def check_head(
             "mtp_use_dedicated_embeddings=True is not supported; supported is false"
         )
     if files is not None:
-        outline = architecture.head_of(config, replace(kind, device=torch.device("meta")))
+        outline = architecture.head_of(config, replace(scope, device=torch.device("meta")))
         holders = (module for module in outline.modules() if hasattr(module, "placements"))
         placements = merge(holder.placements() for holder in holders)
         files.check(placements, f"{architecture.head_path(config)}.", elsewhere_of(outline))
@@ -54,12 +54,12 @@ def check_head(
 def why_no_head(
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ModuleScope,
+    scope: ModuleScope,
     files: WeightFiles | None,
 ) -> str:
     """Returns the message of `check_head`'s error; empty if the head can run."""
     try:
-        check_head(architecture, config, kind, files)
+        check_head(architecture, config, scope, files)
     except MilepostError as error:
         return str(error)
     return ""

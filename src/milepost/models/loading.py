@@ -82,7 +82,7 @@ def load_model(
     with reading(folder):
         plan = _plan(folder, options)
         outline = plan.outline()
-    check_room(outline, plan.kind, is_quantised=plan.is_quantised)
+    check_room(outline, plan.scope, is_quantised=plan.is_quantised)
     loaded = plan.decoder().eval()
     if plan.files is None:
         loaded.fill(plan.seed)
@@ -91,7 +91,7 @@ def load_model(
         if not plan.has_head:
             text = plan.config.get_text_config()
             _note_head(plan.architecture, text, plan.files.by_name)
-    logger.info("loaded %s as %s on %s", folder, plan.kind.dtype, plan.kind.device)
+    logger.info("loaded %s as %s on %s", folder, plan.scope.dtype, plan.scope.device)
     return loaded, plan.config
 
 
@@ -133,7 +133,7 @@ class _Plan:
 
     config: PreTrainedConfig
     architecture: Architecture
-    kind: ModuleScope
+    scope: ModuleScope
     files: WeightFiles | None
     """The checkpoint's files; None for dummy weights, which are filled from `seed`."""
     seed: int
@@ -147,17 +147,17 @@ class _Plan:
 
     def decoder(self) -> Decoder:
         """Returns the unfilled model."""
-        return self._decoder(self.kind)
+        return self._decoder(self.scope)
 
     def outline(self) -> Decoder:
         """Returns the model with parameters that have shapes but no memory."""
-        return self._decoder(replace(self.kind, device=META))
+        return self._decoder(replace(self.scope, device=META))
 
-    def _decoder(self, kind: ModuleScope) -> Decoder:
+    def _decoder(self, scope: ModuleScope) -> Decoder:
         text = self.config.get_text_config()
         return self.architecture.decoder(
             text,
-            kind,
+            scope,
             is_tied=self.is_tied,
             has_head=self.has_head,
             whole=self.config if self.has_tower else None,
@@ -173,7 +173,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     names = () if files is None else files.by_name
     _check_embedding(architecture, names)
     forms = _find_forms(config, options.quantization, names, has_files=files is not None)
-    kind = ModuleScope(
+    scope = ModuleScope(
         dtype=resolve_dtype(options.dtype, config),
         device=torch.device(options.device),
         names=names,
@@ -181,15 +181,15 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         batch_invariant=options.batch_invariant,
         **({} if forms is None else {"precision_of": forms.precision_of}),
     )
-    has_head = _has_head(options.head, architecture, text, kind, files)
+    has_head = _has_head(options.head, architecture, text, scope, files)
     has_tower = options.has_tower and has_pictures(config)
     without = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
     without += () if has_head else (rf"{re.escape(architecture.head_path(text))}\.",)
-    has_output = kind.under(architecture.output_path).has_projection("lm_head")
+    has_output = scope.under(architecture.output_path).has_projection("lm_head")
     return _Plan(
         config=config,
         architecture=architecture,
-        kind=kind,
+        scope=scope,
         files=files,
         seed=options.seed,
         # A checkpoint that says it is tied but has its own head means that head.
@@ -218,14 +218,14 @@ def _has_head(
     head: Head,
     architecture: Architecture,
     config: PreTrainedConfig,
-    kind: ModuleScope,
+    scope: ModuleScope,
     files: WeightFiles | None,
 ) -> bool:
     """Whether the model gets a head. Raises the errors of `check_head` if a head is required."""
     if head == "mtp":
-        check_head(architecture, config, kind, files)
+        check_head(architecture, config, scope, files)
     if head == "auto":
-        reason = why_no_head(architecture, config, kind, files)
+        reason = why_no_head(architecture, config, scope, files)
         if reason:
             logger.warning("no MTP head: %s", reason)
             return False

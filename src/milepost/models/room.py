@@ -23,29 +23,29 @@ _MEMINFO = Path("/proc/meminfo")
 """File in which Linux says how much memory can be taken without swapping."""
 
 
-def check_room(outline: Decoder, kind: ModuleScope, *, is_quantised: bool) -> None:
-    """Raises ConfigError if the device of `kind` has too little free memory for the parameters of
+def check_room(outline: Decoder, scope: ModuleScope, *, is_quantised: bool) -> None:
+    """Raises ConfigError if the device of `scope` has too little free memory for the parameters of
     `outline`, which have shapes but no memory."""
-    free = available_bytes(kind.device)
+    free = available_bytes(scope.device)
     if free is None:
         return
-    if kind.names:
+    if scope.names:
         # Projections whose blocks do not align with their matrix's have more scales.
         for module in outline.modules():
             if isinstance(module, Linear):
                 module.placements()
     needed = outline.num_bytes
     if outline.host_bytes:
-        _check_host(outline.host_bytes, beside=needed if kind.device == _HOST else 0)
+        _check_host(outline.host_bytes, beside=needed if scope.device == _HOST else 0)
     if needed > free:
         gc.collect()  # an engine that nobody holds any more may still exist, in reference cycles
-        free = available_bytes(kind.device) or 0
+        free = available_bytes(scope.device) or 0
     if needed > free:
-        name = str(kind.dtype).removeprefix("torch.")
+        name = str(scope.dtype).removeprefix("torch.")
         name = "as they are quantised" if is_quantised else f"in {name}"
-        advice = _advise(kind, needed, free, is_quantised=is_quantised)
+        advice = _advise(scope, needed, free, is_quantised=is_quantised)
         raise ConfigError(
-            f"the weights take {needed / GIB:.1f} GiB {name} and {kind.device} has "
+            f"the weights take {needed / GIB:.1f} GiB {name} and {scope.device} has "
             f"{free / GIB:.1f} GiB free: {(needed - free) / GIB:.1f} GiB are missing; "
             f"{advice}use a smaller model or a device with more memory, or end what else uses it"
         )
@@ -62,16 +62,16 @@ def _check_host(num_bytes: int, *, beside: int) -> None:
         )
 
 
-def _advise(kind: ModuleScope, needed: int, free: int, *, is_quantised: bool) -> str:
+def _advise(scope: ModuleScope, needed: int, free: int, *, is_quantised: bool) -> str:
     """Suggests ways to make the weights smaller, or to spread them over more GPUs."""
     advice = ""
-    if not is_quantised and kind.dtype.itemsize >= 4:
+    if not is_quantised and scope.dtype.itemsize >= 4:
         advice = "dtype='bfloat16' halves the weights, or "
     elif not is_quantised:
         advice = "quantization='fp8' halves the weights, or "
-    if kind.device.type != "cuda":
+    if scope.device.type != "cuda":
         return advice
-    least = math.ceil(needed * kind.ranks.size / (_WEIGHTS_SHARE * free))
+    least = math.ceil(needed * scope.ranks.size / (_WEIGHTS_SHARE * free))
     count = 1 << (least - 1).bit_length()
     return f"{advice}tensor_parallel_size={count} spreads them over as many such GPUs, or "
 

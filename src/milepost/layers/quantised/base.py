@@ -23,15 +23,15 @@ from milepost.parallel import Axes, Cut
 from milepost.parallel.cut import join
 
 
-def empty(kind: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def empty(scope: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     """Returns an unfilled parameter of a quantised form."""
-    values = torch.empty(shape, dtype=dtype, device=kind.device)
+    values = torch.empty(shape, dtype=dtype, device=scope.device)
     return nn.Parameter(values, requires_grad=False)
 
 
-def ones(kind: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def ones(scope: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     """Returns scales of 1. Those of padding are never filled, so they must have a defined value."""
-    values = torch.ones(shape, dtype=dtype, device=kind.device)
+    values = torch.ones(shape, dtype=dtype, device=scope.device)
     return nn.Parameter(values, requires_grad=False)
 
 
@@ -95,10 +95,10 @@ class QuantisedExperts(nn.Module):
     that pad an expert to whole blocks are zeros."""
 
     def __init__(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
+        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
     ) -> None:
         super().__init__()
-        self.sizes, self.names, self.kind, self.up, self.down = sizes, names, kind, up, down
+        self.sizes, self.names, self.scope, self.up, self.down = sizes, names, scope, up, down
         self.reads = products.reads(up.form)
         self._clear_padding()
 
@@ -115,7 +115,7 @@ class QuantisedExperts(nn.Module):
         return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
-        return place_experts(self.sizes, self.names, self.kind, self.up, self.down)
+        return place_experts(self.sizes, self.names, self.scope, self.up, self.down)
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for stack in (self.up, self.down):
@@ -147,25 +147,25 @@ def unit_rows(sizes: ExpertSizes, count: int) -> list[Tensor]:
 
 
 def place_experts(
-    sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
+    sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
 ) -> WeightSlots:
     """Places experts that the checkpoint stores one by one, and the shared one."""
-    placements = place_shared(sizes, names, kind, up, down)
+    placements = place_shared(sizes, names, scope, up, down)
     projections = _projections(sizes, names.projections, sizes.units, up, down)
     for expert, number in sizes.numbers:
-        placements |= _place_expert(projections, kind.full(f"{names.single}.{number}"), expert)
+        placements |= _place_expert(projections, scope.full(f"{names.single}.{number}"), expert)
     return placements
 
 
 def place_shared(
-    sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope, up: Stack, down: Stack
+    sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
 ) -> WeightSlots:
     """Places the shared expert, if it is stored among the others."""
     if not sizes.num_shared:
         return {}
     units = sizes.shared_units
     projections = _projections(sizes, names.shared_projections, units, up, down)
-    return _place_expert(projections, kind.full(names.shared), sizes.num_experts)
+    return _place_expert(projections, scope.full(names.shared), sizes.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

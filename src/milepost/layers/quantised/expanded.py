@@ -22,17 +22,17 @@ from milepost.parallel import Cut
 def place_expanded(
     name: str,
     shape: tuple[int, int],
-    kind: ModuleScope,
+    scope: ModuleScope,
     cut: Cut,
     store: Callable[[Tensor], object],
 ) -> WeightSlots:
     """Returns placements for the tensors of a projection, keyed by their names within it. `store`
     gets its weight [O, I] once all of them are there; O are the outputs that `cut` keeps."""
-    precision = kind.precision(name)
+    precision = scope.precision(name)
     if isinstance(precision, RawPrecision):
         return {"weight": cut_all(WeightSlot(shape, store), cut)}
-    path = kind.full(name)
-    matrix = precision.matrix(*shape, kind)
+    path = scope.full(name)
+    matrix = precision.matrix(*shape, scope)
     assert isinstance(matrix, QuantisedMatrix), f"{path} is raw or quantised"
     tensors = matrix.place(torch.arange(shape[0]), path)
     cut_outputs(tensors, matrix.axes, cut, path)
@@ -42,7 +42,7 @@ def place_expanded(
         place.store(values)
         missing.discard(part)
         if not missing:
-            store(matrix.form.dequantise(kind.dtype))
+            store(matrix.form.dequantise(scope.dtype))
 
     return {
         part: replace(place, store=lambda values, part=part, place=place: note(part, place, values))

@@ -73,14 +73,14 @@ class Fp4Precision:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return (self.factor if self.maker == "modelopt" else self.values,)
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
-        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
+        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), num_inputs, scope))
 
     def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope
+        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope
     ) -> QuantisedExperts:
-        stacks = (Fp4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
-        return QuantisedExperts(sizes, names, kind, *stacks)
+        stacks = (Fp4Stack(self, *shape, scope) for shape in shapes_of(sizes, names))
+        return QuantisedExperts(sizes, names, scope, *stacks)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -102,23 +102,23 @@ class Fp4Stack(nn.Module):
         precision: Fp4Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
     ) -> None:
         super().__init__()
         *rows, num_inputs = shape
-        self.precision, self.kind = precision, kind
+        self.precision, self.scope = precision, scope
         self.num_inputs, self.num_placed = num_inputs, num_placed
         if num_placed % precision.group:
-            what, why = f"{kind.path}: {num_placed} inputs", f"whole groups of {precision.group}"
-            if kind.ranks.is_alone:
+            what, why = f"{scope.path}: {num_placed} inputs", f"whole groups of {precision.group}"
+            if scope.ranks.is_alone:
                 raise UnsupportedModelError(f"{what} are not {why}")
             raise ConfigError(f"{what} of a rank are not {why}; use a smaller tensor_parallel_size")
         padded = -(-num_inputs // BLOCK) * BLOCK
-        self.packed = empty(kind, (*rows, padded // 2), torch.uint8)
+        self.packed = empty(scope, (*rows, padded // 2), torch.uint8)
         self.packed.data.zero_()
-        self.scales = empty(kind, (*rows, padded // precision.group), FP8)
+        self.scales = empty(scope, (*rows, padded // precision.group), FP8)
         self.scales.data.view(torch.uint8).zero_()
-        self.factors = ones(kind, tuple(rows), torch.float32)
+        self.factors = ones(scope, tuple(rows), torch.float32)
 
     @property
     def axes(self) -> Mapping[str, Axes]:
@@ -132,7 +132,7 @@ class Fp4Stack(nn.Module):
             factors=self.factors,
             group=self.precision.group,
             num_inputs=self.num_inputs,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
@@ -150,7 +150,7 @@ class Fp4Stack(nn.Module):
         if not is_mx:
             store = partial(self._store_factor, rows, at)
             places[precision.factor] = WeightSlot((1,), store, types=("F32",))
-        if f"{path}.{precision.of_inputs}" in self.kind.names:
+        if f"{path}.{precision.of_inputs}" in self.scope.names:
             places[precision.of_inputs] = WeightSlot((1,), len, types=FLOATS)
         return places
 

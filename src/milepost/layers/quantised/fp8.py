@@ -73,19 +73,19 @@ class Fp8Precision:
     def has_blocks(self) -> bool:
         return self.strategy in ("block", "none")
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
         rows = BLOCK if self.has_blocks else 1
         shape = num_outputs, num_inputs
-        return QuantisedMatrix(self.stack(shape, num_inputs, kind, rows=rows))
+        return QuantisedMatrix(self.stack(shape, num_inputs, scope, rows=rows))
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Fp8Experts:
-        return Fp8Experts(self, sizes, names, kind)
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Fp8Experts:
+        return Fp8Experts(self, sizes, names, scope)
 
     def stack(
-        self, shape: tuple[int, ...], num_placed: int, kind: ModuleScope, *, rows: int
+        self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope, *, rows: int
     ) -> Fp8Stack:
         """Returns an unfilled stack of matrices, or one matrix; `rows` outputs share a scale."""
-        return Fp8Stack(self, shape, num_placed, kind, rows=rows)
+        return Fp8Stack(self, shape, num_placed, scope, rows=rows)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -115,20 +115,20 @@ class Fp8Stack(nn.Module):
         precision: Fp8Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
         *,
         rows: int,
     ) -> None:
         super().__init__()
-        self.precision, self.kind, self.rows = precision, kind, rows
+        self.precision, self.scope, self.rows = precision, scope, rows
         self.num_placed = num_placed
         self.depth = BLOCK if precision.has_blocks else shape[-1]
-        self.values = empty(kind, shape, self.dtype)
+        self.values = empty(scope, shape, self.dtype)
         self.values.data.view(torch.uint8)[..., num_placed:] = 0
-        self.scales = ones(kind, self._scales_shape(), torch.float32)
+        self.scales = ones(scope, self._scales_shape(), torch.float32)
         self.input_scale: nn.Parameter | None = None
         if precision.is_static:
-            self.input_scale = ones(kind, shape[:-2], torch.float32)
+            self.input_scale = ones(scope, shape[:-2], torch.float32)
             self.input_scale.data.zero_()
 
     def _scales_shape(self) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Fp8Stack(nn.Module):
             rows=self.rows,
             depth=self.depth,
             input_scale=self.input_scale,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
 
     def place_projection(
@@ -179,7 +179,7 @@ class Fp8Stack(nn.Module):
         """Switches to one scale per row, because a projection's blocks do not align with the
         matrix's."""
         self.rows = 1
-        self.scales = ones(self.kind, self._scales_shape(), torch.float32)
+        self.scales = ones(self.scope, self._scales_shape(), torch.float32)
 
     def _store_values(self, rows: Rows, at: tuple[int, ...], values: Tensor) -> None:
         target = self.values.data.view(torch.uint8)[at][..., : self.num_placed]
@@ -244,22 +244,22 @@ class Fp8Experts(QuantisedExperts):
         precision: Fp8Precision,
         sizes: ExpertSizes,
         names: ExpertNames,
-        kind: ModuleScope,
+        scope: ModuleScope,
     ) -> None:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
-        stacks = (precision.stack(*each, kind, rows=rows) for each in shapes_of(sizes, names))
-        super().__init__(sizes, names, kind, *stacks)
+        stacks = (precision.stack(*each, scope, rows=rows) for each in shapes_of(sizes, names))
+        super().__init__(sizes, names, scope, *stacks)
         self.precision = precision
 
     def placements(self) -> WeightSlots:
         names = self.names
-        if not self.kind.has(names.stacked[0]):
+        if not self.scope.has(names.stacked[0]):
             return super().placements()
         return {
             **self._place_stacked(names.stacked[0], self.up),
             **self._place_stacked(names.stacked[1], self.down),
-            **place_shared(self.sizes, names, self.kind, self.up, self.down),
+            **place_shared(self.sizes, names, self.scope, self.up, self.down),
         }
 
     def _place_stacked(self, name: str, stack: Fp8Stack) -> WeightSlots:
@@ -276,7 +276,7 @@ class Fp8Experts(QuantisedExperts):
         names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
         if self.precision.strategy == "tensor":
             raise UnsupportedModelError(
-                f"{self.kind.full(name)}: stacked experts have scales by block or by channel or "
+                f"{self.scope.full(name)}: stacked experts have scales by block or by channel or "
                 f"none, not one for each {self.precision.strategy}"
             )
 
@@ -289,7 +289,7 @@ class Fp8Experts(QuantisedExperts):
 
         placements, units = {}, self.sizes.units
         for tensor, place in slots[0].items():
-            name, axes = self.kind.full(names[tensor]), stack.axes[tensor].behind(1)
+            name, axes = self.scope.full(names[tensor]), stack.axes[tensor].behind(1)
             placed = WeightSlot((count, *place.shape), storing(tensor), types=place.types)
             if stack is self.down:
                 placed = cut_one(placed, axes.inputs, units, name)

@@ -58,14 +58,14 @@ class Int4Precision:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
-    def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> QuantisedMatrix:
-        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), num_inputs, kind))
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
+        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), num_inputs, scope))
 
     def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope
+        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope
     ) -> QuantisedExperts:
-        stacks = (_Int4Stack(self, *shape, kind) for shape in shapes_of(sizes, names))
-        return QuantisedExperts(sizes, names, kind, *stacks)
+        stacks = (_Int4Stack(self, *shape, scope) for shape in shapes_of(sizes, names))
+        return QuantisedExperts(sizes, names, scope, *stacks)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -87,17 +87,17 @@ class Int4Precision:
             "g_idx": Axes(None, (0, 1)),
         }
 
-    def group_of(self, num_inputs: int, num_placed: int, kind: ModuleScope) -> int:
+    def group_of(self, num_inputs: int, num_placed: int, scope: ModuleScope) -> int:
         """Returns the number of inputs that share a scale, for a matrix whose projections have
         `num_placed` inputs. Raises UnsupportedModelError or ConfigError if groups do not fit."""
         group = num_inputs if self.group == -1 else self.group
         is_whole = self.group == -1 or num_placed % group == 0
         if not is_whole or num_inputs % group or num_inputs % (2 * lane_of(group)):
-            what = f"{kind.path}: {num_placed} inputs"
+            what = f"{scope.path}: {num_placed} inputs"
             why = f"are not whole pairs of groups of {group}"
             if self.group == -1:
                 why = f"with group_size=-1, one scale for all, are no multiple of {BLOCK}"
-            if kind.ranks.is_alone:
+            if scope.ranks.is_alone:
                 raise UnsupportedModelError(f"{what} {why}")
             raise ConfigError(f"{what} of a rank {why}; use a smaller tensor_parallel_size")
         return group
@@ -112,16 +112,16 @@ class _Int4Stack(nn.Module):
         precision: Int4Precision,
         shape: tuple[int, ...],
         num_placed: int,
-        kind: ModuleScope,
+        scope: ModuleScope,
     ) -> None:
         super().__init__()
         *stack, num_outputs, num_inputs = shape
-        self.precision, self.kind, self.num_placed = precision, kind, num_placed
-        self.group = precision.group_of(num_inputs, num_placed, kind)
+        self.precision, self.scope, self.num_placed = precision, scope, num_placed
+        self.group = precision.group_of(num_inputs, num_placed, scope)
         groups = (*stack, num_outputs, num_inputs // self.group)
-        self.packed = empty(kind, (*stack, num_outputs, num_inputs // 2), torch.uint8)
-        self.scales = ones(kind, groups, kind.dtype)
-        self.zeros = empty(kind, groups, torch.uint8)
+        self.packed = empty(scope, (*stack, num_outputs, num_inputs // 2), torch.uint8)
+        self.scales = ones(scope, groups, scope.dtype)
+        self.zeros = empty(scope, groups, torch.uint8)
         self.zeros.data.fill_(_MIDDLE)
 
     @property
@@ -135,7 +135,7 @@ class _Int4Stack(nn.Module):
             scales=self.scales,
             zeros=self.zeros,
             group=self.group,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
@@ -151,7 +151,7 @@ class _Int4Stack(nn.Module):
             places = self._place_transposed(scatter, count, inputs, groups)
         if self.precision.has_order:
             name = "g_idx" if self.precision.layout == "gptq" else "weight_g_idx"
-            if f"{path}.{name}" in self.kind.names:
+            if f"{path}.{name}" in self.scope.names:
                 places[name] = WeightSlot((inputs,), self._check_order, types=(*_WORDS, "I64"))
         return places
 
@@ -194,7 +194,7 @@ class _Int4Stack(nn.Module):
 
     def _check_order(self, order: Tensor) -> None:
         # With several ranks, a rank's first group need not be group 0.
-        first = 0 if self.kind.ranks.is_alone else int(order[0])
+        first = 0 if self.scope.ranks.is_alone else int(order[0])
         if not torch.equal(order.long().cpu(), torch.arange(self.num_placed) // self.group + first):
             raise WeightsError(
                 "inputs are ordered by activation (desc_act, actorder); supported are groups in "

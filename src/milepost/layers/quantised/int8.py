@@ -21,9 +21,9 @@ class Int8Precision(Fp8Precision):
     activations; otherwise each token has its own, on several ranks that of the rank's part."""
 
     def stack(
-        self, shape: tuple[int, ...], num_placed: int, kind: ModuleScope, *, rows: int
+        self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope, *, rows: int
     ) -> Fp8Stack:
-        return Int8Stack(self, shape, num_placed, kind, rows=rows)
+        return Int8Stack(self, shape, num_placed, scope, rows=rows)
 
 
 class Int8Stack(Fp8Stack):
@@ -38,7 +38,7 @@ class Int8Stack(Fp8Stack):
             values=self.values,
             scales=self.scales,
             input_scale=self.input_scale,
-            batch_invariant=self.kind.batch_invariant,
+            batch_invariant=self.scope.batch_invariant,
         )
 
     def _fill_values(self, generator: torch.Generator) -> float:

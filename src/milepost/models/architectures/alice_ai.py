@@ -20,33 +20,33 @@ from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, settle_qwen
 from milepost.models.decoder import DecoderParts
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    rotary, delta, experts = Rotary(config, kind.device), _kda_shapes(config), _experts(config)
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
+    rotary, delta, experts = Rotary(config, scope.device), _kda_shapes(config), _experts(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         if layer_type == "full_attention":
             shapes = attention_shapes(config, norm="each", norm_offset=1.0, gate="entries")
-            mixer = Attention(shapes, layer_kind.under("self_attn"), rotary=rotary)
+            mixer = Attention(shapes, inner.under("self_attn"), rotary=rotary)
         else:
-            mixer = KDA(delta, layer_kind.under("linear_attn"))
-        mlp = MoE(config.hidden_size, experts, layer_kind.under("mlp"))
-        layers.append(_layer(config, layer_kind, index, (mixer, mlp)))
-    norm = _norm(config, kind.under("norm"))
-    last = ResidualAttention(norm, kind.under("attnres_final"), "res")
+            mixer = KDA(delta, inner.under("linear_attn"))
+        mlp = MoE(config.hidden_size, experts, inner.under("mlp"))
+        layers.append(_layer(config, inner, index, (mixer, mlp)))
+    norm = _norm(config, scope.under("norm"))
+    last = ResidualAttention(norm, scope.under("attnres_final"), "res")
     return DecoderParts(layers=layers, norm=last)
 
 
 def _layer(
-    config: PreTrainedConfig, kind: ModuleScope, index: int, parts: tuple[Attention | KDA, MoE]
+    config: PreTrainedConfig, scope: ModuleScope, index: int, parts: tuple[Attention | KDA, MoE]
 ) -> Layer:
     mixer, mlp = parts
-    pre: StreamNorm = _norm(config, kind.under("input_layernorm"))
+    pre: StreamNorm = _norm(config, scope.under("input_layernorm"))
     if index > 0:  # the first layer reads the embedding, the only source
-        pre = ResidualAttention(pre, kind, "attn_res")
-    norm = _norm(config, kind.under("post_attention_layernorm"))
+        pre = ResidualAttention(pre, scope, "attn_res")
+    norm = _norm(config, scope.under("post_attention_layernorm"))
     is_first = index % config.block_attn_res_block_size == 0
-    between = ResidualAttention(norm, kind, "mlp_res", opens=is_first)
+    between = ResidualAttention(norm, scope, "mlp_res", opens=is_first)
     return Layer(ResidualBlock(mixer, pre=pre), ResidualBlock(mlp, pre=between))
 
 
@@ -79,8 +79,8 @@ def _experts(config: PreTrainedConfig) -> ExpertShapes:
     )
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, offset=1.0)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, offset=1.0)
 
 
 class AliceAIConfig(Qwen3NextConfig):

@@ -33,54 +33,56 @@ _HEAD = HeadNames(norm_embedding="enorm", norm_hidden="hnorm", fc="eh_proj", nor
 _LIMITS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    rotary, layers = Rotary(config, kind.device), []
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
+    rotary, layers = Rotary(config, scope.device), []
     least = config.kda_lower_bound if config.kda_safe_gate else 0.0
     delta = kda_shapes(config, least_decay=least, is_full_rank=True)
     kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
     for index, (layer_type, mlp_type) in enumerate(kinds):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         if layer_type == "full_attention":
-            mixer = _attention(config, layer_kind, rotary)
+            mixer = _attention(config, inner, rotary)
         else:
-            mixer = KDA(delta, layer_kind.under("attention"))
+            mixer = KDA(delta, inner.under("attention"))
         if mlp_type == "dense":
-            mlp = MLP(config.hidden_size, config.intermediate_size, layer_kind.under("mlp"))
+            mlp = MLP(config.hidden_size, config.intermediate_size, inner.under("mlp"))
         else:
-            mlp = _mixture(config, layer_kind, index)
-        layers.append(_layer(config, layer_kind, mixer, mlp))
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
+            mlp = _mixture(config, inner, index)
+        layers.append(_layer(config, inner, mixer, mlp))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
 
 
-def _head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
-    attention = _attention(config, kind, rotary, first_row=FIRST_ROW)
-    layer = _layer(config, kind, attention, _mixture(config, kind, config.num_hidden_layers))
-    return MTPHead(config.hidden_size, layer, kind, eps=config.rms_norm_eps, names=_HEAD)
+def _head(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> MTPHead:
+    attention = _attention(config, scope, rotary, first_row=FIRST_ROW)
+    layer = _layer(config, scope, attention, _mixture(config, scope, config.num_hidden_layers))
+    return MTPHead(config.hidden_size, layer, scope, eps=config.rms_norm_eps, names=_HEAD)
 
 
-def _layer(config: PreTrainedConfig, kind: ModuleScope, mixer: Part, mlp: Part) -> Layer:
-    norms = [_norm(config, kind.under(f"{name}_layernorm")) for name in ("input", "post_attention")]
+def _layer(config: PreTrainedConfig, scope: ModuleScope, mixer: Part, mlp: Part) -> Layer:
+    norms = [
+        _norm(config, scope.under(f"{name}_layernorm")) for name in ("input", "post_attention")
+    ]
     return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
 
 
 def _attention(
-    config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, *, first_row: int = 0
+    config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary, *, first_row: int = 0
 ) -> MLA:
     shapes = latent_shapes(config, query_rank=config.q_lora_rank or 0, has_gate=True)
-    return MLA(shapes, kind.under("attention"), rotary=rotary, out="dense", first_row=first_row)
+    return MLA(shapes, scope.under("attention"), rotary=rotary, out="dense", first_row=first_row)
 
 
-def _mixture(config: PreTrainedConfig, kind: ModuleScope, index: int) -> MoE:
+def _mixture(config: PreTrainedConfig, scope: ModuleScope, index: int) -> MoE:
     """Builds the experts of a layer. transformers ignores the limits of their activations; the
     engines that Ling 3.0 was published with do not."""
     listed = (getattr(config, name, None) or () for name in _LIMITS)
     limits = [float(each[index] or 0) if index < len(each) else 0.0 for each in listed]
     shapes = grouped_shapes(config, limit=limits[0], shared_limit=limits[1])
-    return MoE(config.hidden_size, shapes, kind.under("mlp"), _EXPERTS)
+    return MoE(config.hidden_size, shapes, scope.under("mlp"), _EXPERTS)
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _settle(settings: dict[str, Any]) -> None:

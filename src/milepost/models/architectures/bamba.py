@@ -20,25 +20,25 @@ from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     _refuse_other_rotary(config)
-    rotary = Rotary(config, kind.device)
+    rotary = Rotary(config, scope.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         mixer = (
-            Attention(attention_shapes(config), layer_kind.under("self_attn"), rotary=rotary)
+            Attention(attention_shapes(config), inner.under("self_attn"), rotary=rotary)
             if layer_type == "full_attention"
-            else Mamba2(mamba2_shapes(config), layer_kind.under("mamba"))
+            else Mamba2(mamba2_shapes(config), inner.under("mamba"))
         )
-        mlp = MLP(config.hidden_size, config.intermediate_size, layer_kind.under("feed_forward"))
+        mlp = MLP(config.hidden_size, config.intermediate_size, inner.under("feed_forward"))
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("pre_ff_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, inner.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, inner.under("pre_ff_layernorm"))),
             )
         )
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("final_layernorm")))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("final_layernorm")))
 
 
 def _refuse_other_rotary(config: PreTrainedConfig) -> None:
@@ -51,8 +51,8 @@ def _refuse_other_rotary(config: PreTrainedConfig) -> None:
         )
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 _LAYERS = ("attn_layer_indices", "layer_types", "layers_block_type")

@@ -27,28 +27,28 @@ from milepost.models.architecture import (
 from milepost.models.decoder import DecoderParts
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    rotary, size = Rotary(config, kind.device), config.hidden_size
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
+    rotary, size = Rotary(config, scope.device), config.hidden_size
     mamba = mamba2_shapes(
         config, has_norm=config.mamba_rms_norm, norm_before_gate=config.mamba_norm_before_gate
     )
     layers = []
     for index in range(config.num_hidden_layers):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         mixers = (
-            Attention(attention_shapes(config), layer_kind.under("self_attn"), rotary=rotary),
-            Mamba2(mamba, layer_kind.under("mamba")),
+            Attention(attention_shapes(config), inner.under("self_attn"), rotary=rotary),
+            Mamba2(mamba, inner.under("mamba")),
         )
-        mlp = MLP(size, config.intermediate_size, layer_kind.under("feed_forward"))
+        mlp = MLP(size, config.intermediate_size, inner.under("feed_forward"))
         layers.append(
             Layer(
-                ResidualBlock(*mixers, pre=_norm(config, layer_kind.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("pre_ff_layernorm"))),
+                ResidualBlock(*mixers, pre=_norm(config, inner.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, inner.under("pre_ff_layernorm"))),
             )
         )
     return DecoderParts(
         layers=layers,
-        norm=_norm(config, kind.under("final_layernorm")),
+        norm=_norm(config, scope.under("final_layernorm")),
         embedding_multiplier=config.embedding_multiplier,
         logits_multiplier=config.lm_head_multiplier,
         factors=_factors(config, mamba),
@@ -76,8 +76,8 @@ def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor 
     }
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _settle(settings: dict[str, Any]) -> None:

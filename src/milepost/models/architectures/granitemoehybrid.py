@@ -35,39 +35,38 @@ _TRANSFORMERS = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    rotary = Rotary(config, kind.device) if config.position_embedding_type == "rope" else None
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
+    rotary = Rotary(config, scope.device) if config.position_embedding_type == "rope" else None
     attention = attention_shapes(config, scale=config.attention_multiplier)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         mixer = (
-            Attention(attention, layer_kind.under("self_attn"), rotary=rotary)
+            Attention(attention, inner.under("self_attn"), rotary=rotary)
             if layer_type == "full_attention"
-            else Mamba2(mamba2_shapes(config), layer_kind.under("mamba"))
+            else Mamba2(mamba2_shapes(config), inner.under("mamba"))
         )
         pre, between = (
-            _norm(config, layer_kind.under(f"{name}_layernorm"))
-            for name in ("input", "post_attention")
+            _norm(config, inner.under(f"{name}_layernorm")) for name in ("input", "post_attention")
         )
         layers.append(
             Layer(
                 ResidualBlock(mixer, pre=pre),
-                ResidualBlock(_feed_forward(config, layer_kind), pre=between),
+                ResidualBlock(_feed_forward(config, inner), pre=between),
             )
         )
     return DecoderParts(
         layers=layers,
-        norm=_norm(config, kind.under("norm")),
+        norm=_norm(config, scope.under("norm")),
         embedding_multiplier=config.embedding_multiplier,
         logits_multiplier=1 / config.logits_scaling,
     )
 
 
-def _feed_forward(config: PreTrainedConfig, kind: ModuleScope) -> Part:
+def _feed_forward(config: PreTrainedConfig, scope: ModuleScope) -> Part:
     if not config.num_local_experts:
-        size, mlp_kind = config.shared_intermediate_size, kind.under("shared_mlp")
-        return MLP(config.hidden_size, size, mlp_kind, _SHARED)
+        size, mlp_scope = config.shared_intermediate_size, scope.under("shared_mlp")
+        return MLP(config.hidden_size, size, mlp_scope, _SHARED)
     shapes = ExpertShapes(
         num_experts=config.num_local_experts,
         num_chosen=config.num_experts_per_tok,
@@ -76,15 +75,15 @@ def _feed_forward(config: PreTrainedConfig, kind: ModuleScope) -> Part:
         normalise=True,
         scores=Scores(gates_shared=False),
     )
-    names = _TRANSFORMERS if kind.has(f"{_TRANSFORMERS.router}.weight") else _PUBLISHED
-    return MoE(config.hidden_size, shapes, kind, names)
+    names = _TRANSFORMERS if scope.has(f"{_TRANSFORMERS.router}.weight") else _PUBLISHED
+    return MoE(config.hidden_size, shapes, scope, names)
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
     """Returns a norm that multiplies the previous block's output before adding it to the residual
     stream."""
     multiplier = config.residual_multiplier
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, multiplier=multiplier)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, multiplier=multiplier)
 
 
 ARCHITECTURES = (

@@ -30,38 +30,38 @@ from milepost.models.names import listed_layers, name_dense_layers, take_same
 _EXPERT_NAMES = ExpertNames(shared="shared_experts", projections=("w1", "w3", "w2"))
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     hidden_size, experts = config.hidden_size, grouped_shapes(config)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
-        mixer_kind = layer_kind.under("self_attn")
+        inner = scope.under(f"layers.{index}")
+        mixer_scope = inner.under("self_attn")
         if layer_type == "full_attention":
-            mixer = MLA(latent_shapes(config), mixer_kind)
+            mixer = MLA(latent_shapes(config), mixer_scope)
         else:
-            mixer = KDA(kda_shapes(config), mixer_kind)
+            mixer = KDA(kda_shapes(config), mixer_scope)
         if config.mlp_layer_types[index] == "dense":
-            mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(layer_kind, "gate_proj"))
+            mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(inner, "gate_proj"))
         else:
-            mlp = MoE(hidden_size, experts, _feed_forward(layer_kind, "gate"), _EXPERT_NAMES)
+            mlp = MoE(hidden_size, experts, _feed_forward(inner, "gate"), _EXPERT_NAMES)
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, layer_kind.under("post_attention_layernorm"))),
+                ResidualBlock(mixer, pre=_norm(config, inner.under("input_layernorm"))),
+                ResidualBlock(mlp, pre=_norm(config, inner.under("post_attention_layernorm"))),
             )
         )
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
 
 
-def _feed_forward(kind: ModuleScope, projection: str) -> ModuleScope:
+def _feed_forward(scope: ModuleScope, projection: str) -> ModuleScope:
     """Returns the path of a layer's feed-forward. Published checkpoints use a different path for
     experts; transformers uses one for all layers."""
-    sparse = kind.under("block_sparse_moe")
-    return sparse if sparse.has_projection(projection) else kind.under("mlp")
+    sparse = scope.under("block_sparse_moe")
+    return sparse if sparse.has_projection(projection) else scope.under("mlp")
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _has_kda_alone(value: Mapping[str, object] | None) -> bool:

@@ -28,20 +28,20 @@ _GATE_UP_DOWN = "w1", "w3", "w2"
 _EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
 
 FeedForward = Callable[[int, ModuleScope], MLP | MoE]
-"""Builds the feed-forward of the layer with this index, whose tensors are under this kind's
+"""Builds the feed-forward of the layer with this index, whose tensors are under this scope's
 path."""
 
 
-def _dense(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _dense(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     size = _feed_forward_size(config)
 
     def feed_forward(_: int, own: ModuleScope) -> MLP:
         return MLP(config.hidden_size, size, own, _GATE_UP_DOWN)
 
-    return _parts(config, kind, feed_forward)
+    return _parts(config, scope, feed_forward)
 
 
-def _sparse(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _sparse(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     shapes = ExpertShapes(
         num_experts=config.num_experts,
         num_chosen=config.num_experts_per_tok,
@@ -57,33 +57,29 @@ def _sparse(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
             return MLP(config.hidden_size, config.intermediate_size, own, _GATE_UP_DOWN)
         return MoE(config.hidden_size, shapes, own, _EXPERT_NAMES)
 
-    return _parts(config, kind, feed_forward)
+    return _parts(config, scope, feed_forward)
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope, feed_forward: FeedForward) -> DecoderParts:
-    size, rotary = config.hidden_size, Rotary(config, kind.device)
+def _parts(config: PreTrainedConfig, scope: ModuleScope, feed_forward: FeedForward) -> DecoderParts:
+    size, rotary = config.hidden_size, Rotary(config, scope.device)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         mixer = (
-            Attention(
-                _attention(config), layer_kind.under("self_attn"), rotary=rotary, names=_NAMES
-            )
+            Attention(_attention(config), inner.under("self_attn"), rotary=rotary, names=_NAMES)
             if layer_type == "full_attention"
-            else ShortConv(
-                size, config.conv_L_cache, layer_kind.under("conv"), bias=config.conv_bias
-            )
+            else ShortConv(size, config.conv_L_cache, inner.under("conv"), bias=config.conv_bias)
         )
         layers.append(
             Layer(
-                ResidualBlock(mixer, pre=_norm(config, layer_kind.under("operator_norm"))),
+                ResidualBlock(mixer, pre=_norm(config, inner.under("operator_norm"))),
                 ResidualBlock(
-                    feed_forward(index, layer_kind.under("feed_forward")),
-                    pre=_norm(config, layer_kind.under("ffn_norm")),
+                    feed_forward(index, inner.under("feed_forward")),
+                    pre=_norm(config, inner.under("ffn_norm")),
                 ),
             )
         )
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("embedding_norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("embedding_norm")))
 
 
 def _attention(config: PreTrainedConfig) -> AttentionShapes:
@@ -111,8 +107,8 @@ def _feed_forward_size(config: PreTrainedConfig) -> int:
     return -(-int(config.block_ffn_dim_multiplier * size) // step) * step
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, scope)
 
 
 def _settle_dense(settings: dict[str, Any]) -> None:

@@ -23,18 +23,18 @@ _GATE_UP_DOWN = "w1", "w3", "w2"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     rotaries = {
-        layer_type: Rotary(config, kind.device, layer_type)
+        layer_type: Rotary(config, scope.device, layer_type)
         for layer_type in (_FULL, _SLIDING)
         if layer_type in config.layer_types
     }
     layers, last = [], None
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind, rotary = kind.under(f"layers.{index}"), rotaries.get(layer_type)
-        layer, last = _layer(config, layer_kind, rotary, layer_type, last)
+        inner, rotary = scope.under(f"layers.{index}"), rotaries.get(layer_type)
+        layer, last = _layer(config, inner, rotary, layer_type, last)
         layers.append(layer)
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("embedding_norm"), last))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("embedding_norm"), last))
 
 
 def _layer(
@@ -83,8 +83,10 @@ def _has_windows(config: PreTrainedConfig) -> bool:
     return _SLIDING in config.layer_types and not is_off
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope, of_output: RMSNorm | None = None) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.norm_eps, kind, of_output=of_output)
+def _norm(
+    config: PreTrainedConfig, scope: ModuleScope, of_output: RMSNorm | None = None
+) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, scope, of_output=of_output)
 
 
 class Lfm3OwnConfig(Lfm2Config):

@@ -36,16 +36,16 @@ _NAMES = ExpertNames(
 )
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind = kind.under(f"layers.{index}")
-        part = _PARTS[layer_type](config, layer_kind.under("mixer"))
-        layers.append(Layer(ResidualBlock(part, pre=_norm(config, layer_kind.under("norm")))))
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm_f")))
+        inner = scope.under(f"layers.{index}")
+        part = _PARTS[layer_type](config, inner.under("mixer"))
+        layers.append(Layer(ResidualBlock(part, pre=_norm(config, inner.under("norm")))))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm_f")))
 
 
-def _mamba2(config: PreTrainedConfig, kind: ModuleScope) -> Part:
+def _mamba2(config: PreTrainedConfig, scope: ModuleScope) -> Part:
     shapes = Mamba2Shapes(
         hidden_size=config.hidden_size,
         num_heads=config.mamba_num_heads,
@@ -59,24 +59,24 @@ def _mamba2(config: PreTrainedConfig, kind: ModuleScope) -> Part:
         conv_bias=config.use_conv_bias,
         time_step_limit=tuple(config.time_step_limit),
     )
-    return Mamba2(shapes, kind)
+    return Mamba2(shapes, scope)
 
 
-def _attention(config: PreTrainedConfig, kind: ModuleScope) -> Part:
+def _attention(config: PreTrainedConfig, scope: ModuleScope) -> Part:
     shapes = AttentionShapes(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
     )
-    return Attention(shapes, kind, rotary=None)
+    return Attention(shapes, scope, rotary=None)
 
 
-def _mlp(config: PreTrainedConfig, kind: ModuleScope) -> Part:
-    return MLP(config.hidden_size, config.intermediate_size, kind, ("up_proj", "down_proj"))
+def _mlp(config: PreTrainedConfig, scope: ModuleScope) -> Part:
+    return MLP(config.hidden_size, config.intermediate_size, scope, ("up_proj", "down_proj"))
 
 
-def _experts(config: PreTrainedConfig, kind: ModuleScope) -> Part:
+def _experts(config: PreTrainedConfig, scope: ModuleScope) -> Part:
     shapes = ExpertShapes(
         num_experts=config.n_routed_experts,
         num_chosen=config.num_experts_per_tok,
@@ -93,7 +93,7 @@ def _experts(config: PreTrainedConfig, kind: ModuleScope) -> Part:
         has_bias=True,
         latent_size=config.moe_latent_size or 0,
     )
-    return MoE(config.hidden_size, shapes, kind, _NAMES)
+    return MoE(config.hidden_size, shapes, scope, _NAMES)
 
 
 _PARTS = {
@@ -104,8 +104,8 @@ _PARTS = {
 }
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.layer_norm_epsilon, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.layer_norm_epsilon, scope)
 
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -27,59 +27,59 @@ _OLMO_CORE_NAMES = {
 }
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     has_positions = (config.rope_parameters or {}).get("rope_theta") is not None
-    rotary = Rotary(config, kind.device) if has_positions else None
+    rotary = Rotary(config, scope.device) if has_positions else None
     layers = [
-        _attention(config, kind.under(f"layers.{index}"), rotary)
+        _attention(config, scope.under(f"layers.{index}"), rotary)
         if layer_type == "full_attention"
-        else _recurrent(config, kind.under(f"layers.{index}"))
+        else _recurrent(config, scope.under(f"layers.{index}"))
         for index, layer_type in enumerate(config.layer_types)
     ]
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
 
 
-def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary | None) -> Layer:
+def _attention(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary | None) -> Layer:
     shapes = attention_shapes(config, norm="whole")
     return Layer(
         ResidualBlock(
-            Attention(shapes, kind.under("self_attn"), rotary=rotary),
-            post=_norm(config, _in_dialect(kind, "post_attention_layernorm")),
+            Attention(shapes, scope.under("self_attn"), rotary=rotary),
+            post=_norm(config, _in_dialect(scope, "post_attention_layernorm")),
         ),
         ResidualBlock(
-            _mlp(config, kind), post=_norm(config, kind.under("post_feedforward_layernorm"))
+            _mlp(config, scope), post=_norm(config, scope.under("post_feedforward_layernorm"))
         ),
     )
 
 
-def _recurrent(config: PreTrainedConfig, kind: ModuleScope) -> Layer:
+def _recurrent(config: PreTrainedConfig, scope: ModuleScope) -> Layer:
     shapes = gated_delta_shapes(
         config,
         norm_eps=_GATED_NORM_EPS,
         max_beta=2.0 if config.linear_allow_neg_eigval else 1.0,
     )
-    mixer = GatedDelta(shapes, kind.under("linear_attn"), BY_LETTER)
+    mixer = GatedDelta(shapes, scope.under("linear_attn"), BY_LETTER)
     return Layer(
-        ResidualBlock(mixer, pre=_norm(config, _in_dialect(kind, "input_layernorm"))),
+        ResidualBlock(mixer, pre=_norm(config, _in_dialect(scope, "input_layernorm"))),
         ResidualBlock(
-            _mlp(config, kind), pre=_norm(config, _in_dialect(kind, "post_attention_layernorm"))
+            _mlp(config, scope), pre=_norm(config, _in_dialect(scope, "post_attention_layernorm"))
         ),
     )
 
 
-def _in_dialect(kind: ModuleScope, name: str) -> ModuleScope:
+def _in_dialect(scope: ModuleScope, name: str) -> ModuleScope:
     """Returns the path of the norm that transformers calls `name`. transformers' own saving renames
     it in every layer."""
     other = _OLMO_CORE_NAMES[name]
-    return kind.under(other if kind.has(f"{other}.weight") else name)
+    return scope.under(other if scope.has(f"{other}.weight") else name)
 
 
-def _mlp(config: PreTrainedConfig, kind: ModuleScope) -> MLP:
-    return MLP(config.hidden_size, config.intermediate_size, kind.under("mlp"))
+def _mlp(config: PreTrainedConfig, scope: ModuleScope) -> MLP:
+    return MLP(config.hidden_size, config.intermediate_size, scope.under("mlp"))
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 ARCHITECTURES = (Architecture(model_types=("olmo_hybrid",), build=_parts),)

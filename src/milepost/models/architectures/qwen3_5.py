@@ -22,21 +22,21 @@ from milepost.models.decoder import DecoderParts
 from milepost.models.towers import qwen_tower
 
 
-def _dense(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
-    return qwen_parts(config, kind, SEPARATE, [None] * config.num_hidden_layers)
+def _dense(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
+    return qwen_parts(config, scope, SEPARATE, [None] * config.num_hidden_layers)
 
 
-def _sparse(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _sparse(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     experts = expert_shapes(config, normalise=True)
-    return qwen_parts(config, kind, SEPARATE, [experts] * config.num_hidden_layers)
+    return qwen_parts(config, scope, SEPARATE, [experts] * config.num_hidden_layers)
 
 
-def _dense_head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
-    return qwen_head(config, kind, rotary, None)
+def _dense_head(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> MTPHead:
+    return qwen_head(config, scope, rotary, None)
 
 
-def _sparse_head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
-    return qwen_head(config, kind, rotary, expert_shapes(config, normalise=True))
+def _sparse_head(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> MTPHead:
+    return qwen_head(config, scope, rotary, expert_shapes(config, normalise=True))
 
 
 DENSE = Architecture(

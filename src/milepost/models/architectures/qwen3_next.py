@@ -34,65 +34,63 @@ def expert_shapes(config: PreTrainedConfig, *, normalise: bool) -> ExpertShapes:
 
 def qwen_parts(
     config: PreTrainedConfig,
-    kind: ModuleScope,
+    scope: ModuleScope,
     arrangement: Arrangement,
     experts: list[ExpertShapes | None],
 ) -> DecoderParts:
     """Builds layers: gated attention or Gated DeltaNet, then experts or (None) an MLP, with
     zero-centred norms before both."""
-    rotary, layers = Rotary(config, kind.device), []
+    rotary, layers = Rotary(config, scope.device), []
     for index, (layer_type, shapes) in enumerate(zip(config.layer_types, experts, strict=True)):
-        layer_kind = kind.under(f"layers.{index}")
+        inner = scope.under(f"layers.{index}")
         if layer_type == "full_attention":
-            mixer = _attention(config, layer_kind, rotary)
+            mixer = _attention(config, inner, rotary)
         else:
-            mixer = GatedDelta(
-                gated_delta_shapes(config), layer_kind.under("linear_attn"), arrangement
-            )
-        layers.append(_layer(config, layer_kind, mixer, shapes))
-    return DecoderParts(layers=layers, norm=_norm(config, kind.under("norm")))
+            mixer = GatedDelta(gated_delta_shapes(config), inner.under("linear_attn"), arrangement)
+        layers.append(_layer(config, inner, mixer, shapes))
+    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
 
 
 def qwen_head(
-    config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, experts: ExpertShapes | None
+    config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary, experts: ExpertShapes | None
 ) -> MTPHead:
     """Builds the head. Its layer is one of the model's attention layers, or a dense one if the
     checkpoint's head is dense."""
-    layer_kind = kind.under("layers.0")
-    experts = None if layer_kind.has_projection("mlp.gate_proj") else experts
-    layer = _layer(
-        config, layer_kind, _attention(config, layer_kind, rotary, first_row=FIRST_ROW), experts
-    )
-    return MTPHead(config.hidden_size, layer, kind, eps=config.rms_norm_eps, offset=1.0)
+    inner = scope.under("layers.0")
+    experts = None if inner.has_projection("mlp.gate_proj") else experts
+    layer = _layer(config, inner, _attention(config, inner, rotary, first_row=FIRST_ROW), experts)
+    return MTPHead(config.hidden_size, layer, scope, eps=config.rms_norm_eps, offset=1.0)
 
 
 def _attention(
-    config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary, *, first_row: int = 0
+    config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary, *, first_row: int = 0
 ) -> Attention:
     shapes = attention_shapes(
         config, norm="each", norm_offset=1.0, gate="entries", first_row=first_row
     )
-    return Attention(shapes, kind.under("self_attn"), rotary=rotary)
+    return Attention(shapes, scope.under("self_attn"), rotary=rotary)
 
 
 def _layer(
-    config: PreTrainedConfig, kind: ModuleScope, mixer: Part, experts: ExpertShapes | None
+    config: PreTrainedConfig, scope: ModuleScope, mixer: Part, experts: ExpertShapes | None
 ) -> Layer:
-    size, mlp_kind = config.hidden_size, kind.under("mlp")
+    size, mlp_scope = config.hidden_size, scope.under("mlp")
     mlp = (
-        MLP(size, config.intermediate_size, mlp_kind)
+        MLP(size, config.intermediate_size, mlp_scope)
         if experts is None
-        else MoE(size, experts, mlp_kind)
+        else MoE(size, experts, mlp_scope)
     )
-    norms = [_norm(config, kind.under(f"{name}_layernorm")) for name in ("input", "post_attention")]
+    norms = [
+        _norm(config, scope.under(f"{name}_layernorm")) for name in ("input", "post_attention")
+    ]
     return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
 
 
-def _norm(config: PreTrainedConfig, kind: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind, offset=1.0)
+def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, offset=1.0)
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     shapes = expert_shapes(config, normalise=config.norm_topk_prob)
     experts = [
         shapes
@@ -102,12 +100,12 @@ def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
         else None
         for index in range(config.num_hidden_layers)
     ]
-    return qwen_parts(config, kind, INTERLEAVED, experts)
+    return qwen_parts(config, scope, INTERLEAVED, experts)
 
 
-def _head(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> MTPHead:
+def _head(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> MTPHead:
     shapes = expert_shapes(config, normalise=config.norm_topk_prob)
-    return qwen_head(config, kind, rotary, shapes if config.num_experts > 0 else None)
+    return qwen_head(config, scope, rotary, shapes if config.num_experts > 0 else None)
 
 
 def settle_qwen(settings: dict[str, Any]) -> None:

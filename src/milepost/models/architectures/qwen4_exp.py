@@ -29,34 +29,30 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _SAVED = "qwen_sparse_attention", "indexed_attention"
 
 
-def _parts(config: PreTrainedConfig, kind: ModuleScope) -> DecoderParts:
+def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     rotary, experts = (
-        Rotary(config, kind.device),
+        Rotary(config, scope.device),
         expert_shapes(config, normalise=config.norm_topk_prob),
     )
     layers, with_ngrams = [], list(config.ple_layer_ids)
     for index, layer_type in enumerate(config.layer_types):
-        layer_kind, blocks = kind.under(f"layers.{index}"), []
+        inner, blocks = scope.under(f"layers.{index}"), []
         if index + 1 in with_ngrams:
             shapes = _ngram_shapes(config, with_ngrams.index(index + 1))
-            blocks.append(NgramBlock(NgramPart(shapes, layer_kind.under("ple"))))
+            blocks.append(NgramBlock(NgramPart(shapes, inner.under("ple"))))
         if layer_type == _LINEAR:
-            mixer = GatedDelta(_delta_shapes(config), layer_kind.under("linear_attn"), SEPARATE)
+            mixer = GatedDelta(_delta_shapes(config), inner.under("linear_attn"), SEPARATE)
         else:
-            mixer = _attention(config, layer_kind.under("self_attn"), rotary)
-        mlp = MoE(config.hidden_size, experts, layer_kind.under("mlp"))
-        blocks.append(
-            HyperBlock(mixer, _connection(config, layer_kind.under("attn_hyper_connection")))
-        )
-        blocks.append(
-            HyperBlock(mlp, _connection(config, layer_kind.under("mlp_hyper_connection")))
-        )
+            mixer = _attention(config, inner.under("self_attn"), rotary)
+        mlp = MoE(config.hidden_size, experts, inner.under("mlp"))
+        blocks.append(HyperBlock(mixer, _connection(config, inner.under("attn_hyper_connection"))))
+        blocks.append(HyperBlock(mlp, _connection(config, inner.under("mlp_hyper_connection"))))
         layers.append(Layer(*blocks))
-    mixer = _connection(config, kind.under("hyper_connection_mixer"), is_last=True)
+    mixer = _connection(config, scope.under("hyper_connection_mixer"), is_last=True)
     return DecoderParts(layers=layers, norm=mixer)
 
 
-def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> Attention:
+def _attention(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> Attention:
     indexer = IndexerShapes(
         num_heads=config.indexer_n_heads,
         head_dim=config.indexer_head_dim,
@@ -69,8 +65,8 @@ def _attention(config: PreTrainedConfig, kind: ModuleScope, rotary: Rotary) -> A
             f"indexer_head_dim={indexer.head_dim} is more than num_key_value_heads * head_dim="
             f"{shapes.num_kv_heads * shapes.head_dim}: index keys have a key's room in a page"
         )
-    indexer_part = Indexer(indexer, config.hidden_size, kind.under("indexer"), config.rms_norm_eps)
-    return Attention(shapes, kind, rotary=rotary, indexer=indexer_part)
+    indexer_part = Indexer(indexer, config.hidden_size, scope.under("indexer"), config.rms_norm_eps)
+    return Attention(shapes, scope, rotary=rotary, indexer=indexer_part)
 
 
 def _delta_shapes(config: PreTrainedConfig) -> Any:
@@ -78,9 +74,9 @@ def _delta_shapes(config: PreTrainedConfig) -> Any:
     return gated_delta_shapes(config, gates_by_sigmoid=gate == "sigmoid")
 
 
-def _connection(config: PreTrainedConfig, kind: ModuleScope, **others: bool) -> HyperConnection:
+def _connection(config: PreTrainedConfig, scope: ModuleScope, **others: bool) -> HyperConnection:
     sizes = config.hidden_size, config.hc_count, config.hc_lowrank
-    return HyperConnection(*sizes, kind, eps=config.rms_norm_eps, **others)
+    return HyperConnection(*sizes, scope, eps=config.rms_norm_eps, **others)
 
 
 def _ngram_shapes(config: PreTrainedConfig, index: int) -> NgramShapes:
