@@ -57,6 +57,12 @@ def read_mapping(name: str, value: object) -> Mapping[str, Any] | None:
     return value
 
 
+def require(holds: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises ConfigError unless the value is one of the choices."""
     if value not in choices:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
-from milepost.checks import check_types, decode_floats, json_text, read_json
-from milepost.errors import ConfigError
+from milepost.checks import check_types, decode_floats, json_text, read_json, require
 from milepost.image_config import ImageConfig
 from milepost.kv_events_config import KVEventsConfig
 from milepost.kv_transfer_config import KVTransferConfig
@@ -182,31 +181,31 @@ class EngineConfig(ImageConfig):
 
     def _check_values(self) -> None:
         """Checks each value by itself."""
-        _require(
+        require(
             self.page_size in _PAGE_SIZES,
             f"page_size={self.page_size}: use a power of two from 16 to 1024",
         )
-        _require(
+        require(
             self.mamba_block_size > 0 and self.mamba_block_size % _GRID == 0,
             f"mamba_block_size={self.mamba_block_size}: use a positive multiple of {_GRID}",
         )
-        _require(
+        require(
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization={self.gpu_memory_utilization}: use above 0, up to 1",
         )
         for name in ("cache_host_gib", "cache_disk_gib", "cpu_cache_gib"):
             gib = getattr(self, name)
-            _require(
+            require(
                 gib is None or 0 < gib < _MOST_GIB,
                 f"{name}={gib}: use more than 0 and less than 2**40, or leave it out",
             )
-        _require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
+        require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
         wait_s = self.max_queue_wait_s
-        _require(wait_s is None or 0 < wait_s < inf, f"max_queue_wait_s={wait_s}: use more than 0")
+        require(wait_s is None or 0 < wait_s < inf, f"max_queue_wait_s={wait_s}: use more than 0")
         flush_s = self.cache_flush_timeout_s
-        _require(0 <= flush_s < inf, f"cache_flush_timeout_s={flush_s}: use 0 or more")
+        require(0 <= flush_s < inf, f"cache_flush_timeout_s={flush_s}: use 0 or more")
         given = self.kv_cache_memory_bytes
-        _require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
+        require(given is None or given > 0, f"kv_cache_memory_bytes={given}: use more than 0")
         for name in (
             "num_pages",
             "num_slots",
@@ -215,26 +214,24 @@ class EngineConfig(ImageConfig):
             "tensor_parallel_size",
         ):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name}={value}: use 1 or more")
-        _require(
-            self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more"
-        )
-        _require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
+            require(value is None or value >= 1, f"{name}={value}: use 1 or more")
+        require(self.max_cache_marks >= 0, f"max_cache_marks={self.max_cache_marks}: use 0 or more")
+        require(self.seed >= 0, f"seed={self.seed}: use 0 or more")
 
     def _check_combinations(self) -> None:
-        _require(
+        require(
             not self.has_tiers or (self.enable_prefix_caching and self.mamba_cache_mode != "none"),
             f"cache_host_gib={self.cache_host_gib}, cache_dir={self.cache_dir!r}: prefix caching "
             "is off; leave them out",
         )
         for name, default in (("cache_disk_gib", _DISK_GIB), ("cache_flush_timeout_s", _FLUSH_S)):
             value = getattr(self, name)
-            _require(
+            require(
                 self.cache_dir is not None or value == default,
                 f"{name}={value}: nothing is kept on disk without cache_dir; name a directory, or "
                 "leave it out",
             )
-        _require(
+        require(
             not (self.has_tiers and self.record_plans),
             f"record_plans={self.record_plans!r}: what comes from host memory is in no plan; "
             "leave out cache_host_gib and cache_dir",
@@ -242,7 +239,7 @@ class EngineConfig(ImageConfig):
         check_budget(
             max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.step_tokens(), grid=_GRID
         )
-        _require(
+        require(
             self.cache_memory != "shared" or (self.num_pages is None and self.num_slots is None),
             f"cache_memory='shared' with num_pages={self.num_pages}, num_slots={self.num_slots}: "
             "numbers split the memory; leave them out",
@@ -278,12 +275,12 @@ class EngineConfig(ImageConfig):
 def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -> None:
     """Raises ConfigError unless a step has enough tokens for a prefill chunk that ends on the grid,
     and for one token of each sequence. With fewer, some request could wait forever."""
-    _require(
+    require(
         max_num_batched_tokens >= grid,
         f"max_num_batched_tokens={max_num_batched_tokens}: use {grid} or more, so that a "
         "prefill chunk can end where a state can be kept",
     )
-    _require(
+    require(
         max_num_batched_tokens >= max_num_seqs,
         f"max_num_batched_tokens={max_num_batched_tokens} with max_num_seqs={max_num_seqs}: "
         "each sequence needs a token of a step; raise the first or lower the second",
@@ -293,8 +290,3 @@ def check_budget(*, max_num_seqs: int, max_num_batched_tokens: int, grid: int) -
 _GRID = grid_of(HYBRID)
 """Grid of most models. The scheduler checks again, with the model's own grid."""
 _PAGE_SIZES = tuple(1 << k for k in range(4, 11))
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)

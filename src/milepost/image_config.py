@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from milepost.checks import flat_texts, json_text
+from milepost.checks import flat_texts, json_text, require
 from milepost.errors import ConfigError
 
 DEFAULT_MAX_IMAGES = 999
@@ -43,16 +43,16 @@ class ImageConfig:
         for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
             object.__setattr__(self, name, json_text(name, getattr(self, name)))
         given = self.allowed_media_domains
-        _require(
+        require(
             isinstance(given, list | tuple | None), f"allowed_media_domains={given!r}: use a list"
         )
         domains = flat_texts(given)
         object.__setattr__(self, "allowed_media_domains", domains or None)
-        _require(
+        require(
             self.encoder_cache_size is None or self.encoder_cache_size >= 1,
             f"encoder_cache_size={self.encoder_cache_size}: use 1 or more",
         )
-        _require(
+        require(
             self.allowed_local_media_path != "",
             "allowed_local_media_path='': name a directory, or leave it out",
         )
@@ -101,8 +101,3 @@ class ImageConfig:
 
 
 _PIXELS = ("min_pixels", "max_pixels")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)

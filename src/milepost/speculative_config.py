@@ -5,12 +5,11 @@ Names are vLLM's where the meaning is the same. Nothing here reads files, the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from milepost.checks import read_mapping
-from milepost.errors import ConfigError
+from milepost.checks import read_json, read_mapping, require
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
 _ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
@@ -63,18 +62,18 @@ class SpeculativeConfig:
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(
+            require(
                 value is None or (is_number and value >= lowest),
                 f"{name}={value!r}: use {lowest} or more",
             )
         self._check_lookup()
-        _require(isinstance(self.adaptive, bool), f"adaptive={self.adaptive!r}: use true or false")
+        require(isinstance(self.adaptive, bool), f"adaptive={self.adaptive!r}: use true or false")
         number = self.num_speculative_tokens
-        _require(
+        require(
             number is not None or "ngram" not in methods or len(methods) > 1,
             "num_speculative_tokens must be provided with method='ngram'",
         )
-        _require(
+        require(
             number is None or (isinstance(number, int) and number <= MOST_TOKENS),
             f"num_speculative_tokens={number!r}: use {MOST_TOKENS} or fewer",
         )
@@ -99,22 +98,22 @@ class SpeculativeConfig:
         return low or high or 5, high or low or 5
 
     def _check_methods(self, methods: Sequence[str]) -> None:
-        _require(bool(methods), "method=[]: name at least one")
+        require(bool(methods), "method=[]: name at least one")
         for name in methods:
             known = name in METHODS
             why = "not supported here, " if name in _OF_PEERS else ""
-            _require(known, f"method={name!r}: {why}use one of {', '.join(METHODS)}")
-        _require(len(set(methods)) == len(methods), f"method={list(methods)}: name each once")
-        _require("auto" not in methods or len(methods) == 1, "method='auto' stands alone")
+            require(known, f"method={name!r}: {why}use one of {', '.join(METHODS)}")
+        require(len(set(methods)) == len(methods), f"method={list(methods)}: name each once")
+        require("auto" not in methods or len(methods) == 1, "method='auto' stands alone")
 
     def _check_lookup(self) -> None:
         low, high = self.lookup
-        _require(low <= high, f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
+        require(low <= high, f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
 
     def _check_rates(self) -> None:
         choices = ("standard", "synthetic")
         sampling, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
-        _require(
+        require(
             sampling in choices,
             f"rejection_sample_method={sampling!r}: use one of {', '.join(choices)}; drafts are "
             "accepted where they are what would have been sampled",
@@ -122,18 +121,18 @@ class SpeculativeConfig:
         if rates is not None:
             rates = tuple(rates)
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
-        _require(
+        require(
             (rates is not None) == (sampling == "synthetic"),
             "synthetic_acceptance_rates goes with rejection_sample_method='synthetic'",
         )
         if rates is None:
             return
-        _require(
+        require(
             len(rates) == self.num_tokens,
             f"synthetic_acceptance_rates={list(rates)}: name {self.num_tokens}, one a draft",
         )
         falls = all(1 >= a >= b >= 0 for a, b in zip((1.0, *rates), rates, strict=False))
-        _require(falls, f"synthetic_acceptance_rates={list(rates)}: from 1 to 0, none rising")
+        require(falls, f"synthetic_acceptance_rates={list(rates)}: from 1 to 0, none rising")
 
 
 _LOWEST = {
@@ -162,30 +161,14 @@ made and when they do not pay."""
 
 def read_speculative_config(value: object) -> SpeculativeConfig | None:
     """Reads a configuration, a mapping or its JSON. Raises ConfigError."""
+    own = "speculative_config"
     if isinstance(value, SpeculativeConfig):
         return value
-    given = read_mapping("speculative_config", value)
+    given = read_mapping(own, value)
     if given is None:
         return None
-    try:
-        return SpeculativeConfig(**_known(given))
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config: {error}") from error
-
-
-def _known(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a mapping sets. Raises ConfigError for unknown fields."""
-    names = [field.name for field in fields(SpeculativeConfig)]
-    for name, value in given.items():
-        if name in _DROPPED:
-            continue
-        if name in _IGNORED:
-            _require(value == _IGNORED[name], f"{name}={value!r}: not supported here, leave it out")
-        else:
-            _require(name in names, f"unknown field {name!r}: use {', '.join(names)}")
-    return {name: value for name, value in given.items() if name in names}
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
+    for name, only in _IGNORED.items():
+        asked = given.get(name, only)
+        require(asked == only, f"{own}: {name}={asked!r}: not supported here, leave it out")
+    kept = {name: given[name] for name in given if name not in (*_DROPPED, *_IGNORED)}
+    return read_json(own, SpeculativeConfig, kept)

@@ -53,7 +53,7 @@ def test_an_operators_sampling_comes_before_the_checkpoints():
 @pytest.mark.parametrize(
     ("field", "text", "words"),
     [
-        ("default_chat_template_kwargs", "{", "this is not JSON"),
+        ("default_chat_template_kwargs", "{", "not JSON"),
         ("default_chat_template_kwargs", "[1]", "use a JSON object"),
         ("default_chat_template_kwargs", '{"thinking": true}', "did you mean enable_thinking"),
         ("override_generation_config", '{"max_new_tokens": 5}', "'max_new_tokens': use temp"),

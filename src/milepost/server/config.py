@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from milepost.checks import flat_texts
+from milepost.checks import flat_texts, read_mapping, require
 from milepost.errors import ConfigError
 from milepost.logs import LogFormat
 from milepost.server.parsing.formats import REASONING, TOOL_CALLS
@@ -142,21 +141,21 @@ class ServerConfig:
             read_endpoint(self.otlp_traces_endpoint)
         root = self.root_path
         is_path = not root or (root.startswith("/") and not root.endswith("/"))
-        _require(is_path, f"root_path={root!r}: begin it with / and do not end it with one")
+        require(is_path, f"root_path={root!r}: begin it with / and do not end it with one")
         has_key = self.ssl_certfile is not None or (
             self.ssl_keyfile is None and self.ssl_ca_certs is None
         )
-        _require(has_key, f"ssl_keyfile={self.ssl_keyfile!r}: give ssl_certfile too")
-        _require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
+        require(has_key, f"ssl_keyfile={self.ssl_keyfile!r}: give ssl_certfile too")
+        require(0 <= self.port < 65536, f"port={self.port}: use 0 to 65535")
         for name in (*_POSITIVE, "max_connections"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"{name}={value}: use more than 0")
+            require(value is None or value > 0, f"{name}={value}: use more than 0")
         for name in ("max_waiting", "step_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name}={value}: use 0 or more")
+            require(value >= 0, f"{name}={value}: use 0 or more")
         for name in ("api_key", "admin_key", "served_model_name"):
             has_text = all(text.strip() for text in getattr(self, name) or ())
-            _require(has_text, f"{name}='': use text that is not empty")
+            require(has_text, f"{name}='': use text that is not empty")
 
 
 _POSITIVE = (
@@ -167,12 +166,7 @@ _POSITIVE = (
 
 def read_object(name: str, text: str | None) -> dict[str, Any]:
     """Returns the JSON object in a setting. Raises ConfigError."""
-    try:
-        found: dict[str, Any] = json.loads(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r}: this is not JSON: {error}") from error
-    _require(isinstance(found, dict), f"{name}={text!r}: use a JSON object")
-    return found
+    return dict(read_mapping(name, text or None) or {})
 
 
 def read_template(given: str | None) -> str | None:
@@ -189,7 +183,7 @@ def read_keys(name: str, path: str | None) -> list[str]:
     if path is None:
         return []
     keys = [line.strip() for line in _read(name, path).splitlines() if line.strip()]
-    _require(bool(keys), f"{name}={path!r}: the file has no key")
+    require(bool(keys), f"{name}={path!r}: the file has no key")
     return keys
 
 
@@ -200,8 +194,3 @@ def _read(name: str, path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)  # without the file's name
         raise ConfigError(f"{name}={path!r}: {why}") from error
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
