@@ -146,8 +146,8 @@ def test_the_configuration_without_transformers_own_builds_the_same_model(tmp_pa
     raw = json.loads((tmp_path / "config.json").read_text())
     settings = read_settings(raw, {}, ARCHITECTURES[0], BailingHybridConfig)
     older = BailingHybridConfig.from_dict(settings)
-    outline = ARCHITECTURES[0].decoder(older, expected.kind.root(), is_tied=False, has_head=True)
-    ours = ARCHITECTURES[0].decoder(config, expected.kind.root(), is_tied=False, has_head=True)
+    outline = ARCHITECTURES[0].decoder(older, expected.scope.root(), is_tied=False, has_head=True)
+    ours = ARCHITECTURES[0].decoder(config, expected.scope.root(), is_tied=False, has_head=True)
     shapes = {name: each.shape for name, each in ours.named_parameters()}
     assert {name: each.shape for name, each in outline.named_parameters()} == shapes
     assert outline.operations == ours.operations
