@@ -95,3 +95,52 @@ def test_a_bad_docstring_is_found(text):
 
 def test_a_plain_docstring_has_no_fault():
     assert not list(faults("Returns the drafts that were accepted. The rest, that is, is dropped."))
+
+
+FILE = re.compile(r"(?<![\w/.])((?:\w+/)*\w+\.py)\b")
+MODULE = re.compile(r"`((?:[a-z_]\w*\.)+\w+)`")
+ELSEWHERE = {"v1/core/kv_cache_utils.py"}
+"""Files of other projects that are named as sources."""
+
+
+def is_in(place: Path, names: list[str]) -> bool:
+    """Whether a folder has such a module, and the module the name that may stand last."""
+    while names and (place / names[0]).is_dir():
+        place, names = place / names[0], names[1:]
+    module = place / f"{names[0]}.py" if names else place
+    if module.is_file():
+        names = names[1:]
+    else:
+        module = place / "__init__.py"
+    text = module.read_text(encoding="utf-8") if module.is_file() else ""
+    return bool(text) and all(re.search(rf"\b{name}\b", text) for name in names)
+
+
+def stale(text: str, folder: Path) -> Iterator[str]:
+    """Yields the files and modules that a docstring of this folder names although they are not
+    there."""
+    repository = ROOT.parents[1]
+    for name in FILE.findall(text):
+        is_there = name in ELSEWHERE or (repository / name).is_file()
+        if not is_there and not any(True for _ in ROOT.glob(f"**/{name}")):
+            yield name
+    for name in MODULE.findall(text):
+        first, *_ = names = name.split(".")
+        places = [folder, *(p for p in folder.parents if p.is_relative_to(ROOT))]
+        if (ROOT / first).is_dir() and not any(is_in(place, names) for place in places):
+            yield name
+
+
+def test_what_docstrings_name_is_there():
+    found = [
+        f"{file}:{line}: {name}"
+        for file in sorted(ROOT.rglob("*.py"))
+        for line, text in docstrings(file.read_text(encoding="utf-8"))
+        for name in stale(text, file.parent)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["See `kernels.gone.Int4`.", "Needs a pool (one_pool.py)."])
+def test_a_name_that_is_gone_is_found(text):
+    assert list(stale(text, ROOT / "layers"))

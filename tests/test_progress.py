@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from milepost import progress
-from milepost.progress import ProgressLines, over
+from milepost.progress import ProgressLines, track
 
 
 class Screen(io.StringIO):
@@ -56,7 +56,7 @@ def test_a_log_gets_lines_while_a_single_step_lasts(screen):
             return is_over
 
     lines = ProgressLines("compiling kernels", 3, "steps", itertools.count().__next__)
-    with progress.written(lines, Passing()) as advance:
+    with progress.writing_lines(lines, Passing()) as advance:
         assert is_written.wait(10)
         advance(3)
     first, second, last = shown.getvalue().splitlines()
@@ -74,7 +74,7 @@ def test_a_log_that_is_written_gets_them_itself(screen, monkeypatch):
     before = progress.logger.level
     progress.logger.setLevel(logging.INFO)
     try:
-        assert list(over([1, 2], "capturing CUDA graphs")) == [1, 2]
+        assert list(track([1, 2], "capturing CUDA graphs")) == [1, 2]
     finally:
         progress.logger.setLevel(before)
     assert [record.getMessage()[:25] for record in records] == ["capturing CUDA graphs: 2 "]
@@ -94,8 +94,8 @@ def test_a_terminal_gets_a_bar(screen):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_is_not_to_be_shown_is_not(screen, is_terminal):
     shown = screen(is_terminal=is_terminal)
-    assert list(over(["a"], "x", is_shown=False)) == ["a"]
-    assert list(over([], "x")) == []
+    assert list(track(["a"], "x", is_shown=False)) == ["a"]
+    assert list(track([], "x")) == []
     assert shown.getvalue() == ""
 
 

@@ -36,11 +36,11 @@ def progress(
         with _bar(what, total, unit) as advance:
             yield advance
     else:
-        with written(ProgressLines(what, total, unit), threading.Event()) as advance:
+        with writing_lines(ProgressLines(what, total, unit), threading.Event()) as advance:
             yield advance
 
 
-def over(items: Sequence[T], what: str, *, is_shown: bool = True) -> Iterator[T]:
+def track(items: Sequence[T], what: str, *, is_shown: bool = True) -> Iterator[T]:
     """Yields the items, and shows how many are done."""
     with progress(what, len(items), is_shown=is_shown) as advance:
         for item in items:
@@ -81,7 +81,9 @@ class ProgressLines:
 
 
 @contextmanager
-def written(lines: ProgressLines, is_over: threading.Event) -> Iterator[Callable[[int], object]]:
+def writing_lines(
+    lines: ProgressLines, is_over: threading.Event
+) -> Iterator[Callable[[int], object]]:
     """Writes a line every few seconds, from a thread: a single step may take longer."""
 
     def write() -> None:

@@ -12,8 +12,8 @@ from typing import Literal
 from milepost.checks import read_json, read_mapping, require
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
-_ALSO_MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
-_OF_PEERS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu", "dflash")
+_MTP_ALIASES = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
+_UNSUPPORTED = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "ngram_gpu", "dflash")
 _DEFAULT_TOKENS = {"auto": 3, "mtp": 3, "suffix": 8}
 MOST_TOKENS = 32
 """Largest number of drafts per step: each draft's record takes memory for each request."""
@@ -56,7 +56,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         method = self.method
         named = (method,) if isinstance(method, str) else tuple(method)
-        methods = tuple("mtp" if name in _ALSO_MTP else name for name in named)
+        methods = tuple("mtp" if name in _MTP_ALIASES else name for name in named)
         object.__setattr__(self, "method", methods[0] if len(methods) == 1 else methods)
         self._check_methods(methods)
         for name, lowest in _LOWEST.items():
@@ -101,7 +101,7 @@ class SpeculativeConfig:
         require(bool(methods), "method=[]: name at least one")
         for name in methods:
             known = name in METHODS
-            why = "not supported here, " if name in _OF_PEERS else ""
+            why = "not supported here, " if name in _UNSUPPORTED else ""
             require(known, f"method={name!r}: {why}use one of {', '.join(METHODS)}")
         require(len(set(methods)) == len(methods), f"method={list(methods)}: name each once")
         require("auto" not in methods or len(methods) == 1, "method='auto' stands alone")

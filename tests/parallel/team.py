@@ -59,7 +59,7 @@ class ThreadTeam:
     def failure(self) -> EngineDeadError:
         return EngineDeadError("rank 1 is lost")
 
-    def be_prompt(self) -> None:
+    def expect_prompt_answers(self) -> None:
         """Threads are."""
 
     def reason(self, error: Exception) -> Exception:

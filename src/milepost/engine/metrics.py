@@ -29,7 +29,7 @@ class Metric:
 
 
 def collect(scheduler: Scheduler) -> list[Metric]:
-    """Yields the current value of every metric. Counters count from the engine's start."""
+    """Returns the current value of every metric. Counters count from the engine's start."""
     return [
         *_cache_counters(scheduler),
         *_step_counters(scheduler.stats),
@@ -191,7 +191,7 @@ TEXTS = {
     "state_cache_cached_perc": "Share of the state slots that only the cache holds.",
     "state_cache_usage_perc": "Share of the state slots that running requests hold.",
     "tier_disk_rests": "Times that a directory which did not respond was left unused.",
-    "tier_failed_loads": "Loads of which a part could not be read.",
+    "tier_failed_loads": "Loads whose data could not all be read.",
     "tier_items": "Pages and states in a tier.",
     "tier_loads": "Loads from host memory or disk.",
     "tier_states_too_late": "States that were evicted before there was room to copy them.",

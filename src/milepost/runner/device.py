@@ -24,7 +24,7 @@ from milepost.kernels.sampling import argmax
 from milepost.layers.context import Context, PictureRows, StepArrays
 from milepost.layers.parts import Layer
 from milepost.models.decoder import Decoder
-from milepost.progress import over
+from milepost.progress import track
 from milepost.runner import arrays
 from milepost.runner.arrays import Geometry
 from milepost.runner.choice import Drafts, choice_of
@@ -208,7 +208,7 @@ class DeviceExecutor:
     @as_made
     def capture(self, capacities: Sequence[Capacity]) -> None:
         """Records graphs of these steps, with a progress bar."""
-        for capacity in over(capacities, "capturing graphs", is_shown=self.model.ranks.is_first):
+        for capacity in track(capacities, "capturing graphs", is_shown=self.model.ranks.is_first):
             run = partial(self._run, capacity, self._padding(capacity))
             is_cut = self._pieces.cut(capacity)
             self._graphs.capture(capacity, run if is_cut else partial(_run_whole, run))

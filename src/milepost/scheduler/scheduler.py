@@ -167,7 +167,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans the next step; the plan is empty if nothing can run."""
-        assert not self._steps, "F1: a step is planned behind one in flight by `follow`"
+        assert not self._steps, "F1: only `follow` plans a step after one in flight"
         if not self.has_work:
             return StepPlan(sequences=())
         num_preemptions = self.stats.num_preemptions

@@ -26,7 +26,7 @@ import uvicorn
 from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.processes import EngineClient
-from milepost.engine.text import overridden
+from milepost.engine.text import with_overrides
 from milepost.errors import ConfigError, ServerClosingError
 from milepost.server import app
 from milepost.server.config import ServerConfig, read_keys, read_object, read_template
@@ -64,7 +64,7 @@ def run(
     read_keys("admin_key_file", server_config.admin_key_file)
     read_template(server_config.chat_template)
     given = read_object("override_generation_config", server_config.override_generation_config)
-    overridden({}, given)
+    with_overrides({}, given)
     _check_tls(server_config)
     with _listen(server_config) as sock:
         loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()

@@ -17,7 +17,7 @@ from milepost.engine.constraints import FormChecks, think_ids
 from milepost.engine.media import images_of
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
-from milepost.engine.text import Encoder, chat, overridden, special_texts, text_length
+from milepost.engine.text import Encoder, chat, special_texts, text_length, with_overrides
 from milepost.engine.validation import validate
 from milepost.errors import (
     ConfigError,
@@ -76,7 +76,7 @@ class Service:
         self.unknown = UnknownFields(strict=config.strict)
         template = getattr(tokenizer, "chat_template", None)
         self.template_variables = variables_of(template)
-        self.sampling_defaults = overridden(
+        self.sampling_defaults = with_overrides(
             client.info.sampling_defaults,
             read_object("override_generation_config", config.override_generation_config),
         )

@@ -2,7 +2,7 @@
 
 A policy is a placement, which says where states are saved, and a score, which says what is evicted
 first. Milepost's own cache runs both, and the scheduler is always Milepost's, so a comparison
-isolates the policy. vLLM's default needs a memory of its own (one_pool.py).
+isolates the policy. vLLM's default needs a memory of its own (`simulator.vllm`).
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ class Tier:
         if what == "page":
             self.unready.add(key)
         if what != "tail":
-            self._hang(parent, +1)
-            self._revive(parent)
+            self._count_dependent(parent, +1)
+            self._mark_current(parent)
         if what != "state" and not self.is_needed(what, key):
             self._loose[key] = item
         elif what == "state":
@@ -159,7 +159,9 @@ class Tier:
         """
         page = newer.parent
         while self._dependents[page] <= 2:
-            shallower = [state for state in self._on(page) if state.position < newer.position]
+            shallower = [
+                state for state in self._states_of(page) if state.position < newer.position
+            ]
             if shallower:
                 self._reorder(shallower[0], self._newest, self._superseded)
                 return
@@ -168,15 +170,15 @@ class Tier:
                 return
             page = above.parent
 
-    def _revive(self, page: bytes) -> None:
+    def _mark_current(self, page: bytes) -> None:
         """Makes a page's states current again: a new branch starts there, so they may be asked for.
         With more than three dependents they have been revived before.
         """
         if page in self._states_on and self._dependents[page] <= 3:
-            for state in self._on(page):
+            for state in self._states_of(page):
                 self._reorder(state, self._superseded, self._newest)
 
-    def _on(self, page: bytes) -> Iterator[Item]:
+    def _states_of(self, page: bytes) -> Iterator[Item]:
         """Yields the states that belong to a page."""
         for states in self._states_on.get(page, {}).values():
             yield from states.values()
@@ -220,7 +222,7 @@ class Tier:
         if item.what == "state":
             self._superseded.pop(item.key, None)
             self._newest.pop(item.key, None)
-            self._take_state(item)
+            self._forget_state(item)
             tail = self._items["tail"].get(item.key)
             if tail is not None:
                 self._loose[tail.key] = tail
@@ -229,7 +231,7 @@ class Tier:
         if item.what == "page":
             self.unready.discard(item.key)
         if item.what != "tail":
-            self._hang(item.parent, -1)
+            self._count_dependent(item.parent, -1)
         if item.is_ready and self.on_change is not None:
             self.on_change(item.what, item.key, is_there=False)
 
@@ -263,7 +265,7 @@ class Tier:
         self.num_evicted += 1
         return True
 
-    def _take_state(self, state: Item) -> None:
+    def _forget_state(self, state: Item) -> None:
         on_page = self._states_on[state.parent]
         siblings = on_page[state.position]
         del siblings[state.key]
@@ -272,7 +274,7 @@ class Tier:
         if not on_page:
             del self._states_on[state.parent]
 
-    def _hang(self, page: bytes, num: int) -> None:
+    def _count_dependent(self, page: bytes, num: int) -> None:
         """Adds `num` to the number of a page's dependents."""
         left = self._dependents.get(page, 0) + num
         if left:

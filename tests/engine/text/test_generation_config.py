@@ -5,7 +5,11 @@ import json
 import pytest
 
 from milepost import LLM, SamplingParams
-from milepost.engine.text.generation_config import end_token_ids, sampling_defaults, within
+from milepost.engine.text.generation_config import (
+    end_token_ids,
+    sampling_defaults,
+    within_vocabulary,
+)
 from milepost.errors import ConfigError
 from tests import chatmodel
 from tests.mutations import copy
@@ -71,7 +75,7 @@ def test_a_text_part_that_is_none_says_nothing(tmp_path):
 
 
 def test_end_tokens_that_the_model_does_not_have_are_left_out(caplog):
-    assert within((3, 99, 100), 100) == (3, 99)
+    assert within_vocabulary((3, 99, 100), 100) == (3, 99)
     assert "[100] are left out: the model has 100 tokens" in caplog.text
 
 

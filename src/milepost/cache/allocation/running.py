@@ -70,9 +70,9 @@ class Running:
         """
         start = allocation.planned
         assert start < end or allocation.num_unfolded, "A3: chunks are planned one after the other"
-        assert not allocation.is_verifying, "A6: nothing is planned behind drafts"
+        assert not allocation.is_verifying, "A6: nothing is planned after drafts"
         owns_state = allocation.state is State.READY
-        assert owns_state or not num_drafts, "A6: drafts stand behind a state of its own"
+        assert owns_state or not num_drafts, "A6: drafts follow a state of its own"
         allocation.happens(Transition.PLANNED)
         allocation.num_steps += 1
         allocation.planned = end

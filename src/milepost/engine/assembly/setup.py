@@ -26,7 +26,7 @@ from milepost.engine.constraints import think_ids
 from milepost.engine.facts import Facts
 from milepost.engine.media import ImageFacts
 from milepost.engine.off_device import PoolAccess
-from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within
+from milepost.engine.text import end_token_ids, load_tokenizer, sampling_defaults, within_vocabulary
 from milepost.engine.validation import Limits
 from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
@@ -91,9 +91,9 @@ def build(config: EngineConfig) -> EngineParts:
         # What another rank could not do says more than that it did not answer.
         raise team.reason(error) from None
     if team is not None:
-        team.be_prompt()
+        team.expect_prompt_answers()
     model = rank.model
-    ends = within(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
+    ends = within_vocabulary(end_token_ids(folder, tokenizer, config.overrides), model.vocab_size)
     scheduler = Scheduler(
         rank.cache,
         max_num_seqs=rank.config.max_num_seqs,

@@ -140,9 +140,9 @@ class Team:
         if self._lost.is_set():
             raise self.failure()
 
-    def be_prompt(self) -> None:
-        """Records that all ranks are ready. From now on, a rank that stays silent
-        counts as lost."""
+    def expect_prompt_answers(self) -> None:
+        """Records that all ranks are ready. From now on, a rank that stays silent counts
+        as lost."""
         self._link.wait_up_to(SILENCE_S)
 
     def reason(self, error: Exception) -> Exception:

@@ -14,10 +14,10 @@ from milepost.engine.text.detokenizer import Detokenizer, detokenizer_for
 from milepost.engine.text.encoder import Encoder
 from milepost.engine.text.generation_config import (
     end_token_ids,
-    overridden,
     sampling_defaults,
     with_defaults,
-    within,
+    with_overrides,
+    within_vocabulary,
 )
 from milepost.engine.text.lanes import MAX_SHORT, Lane
 from milepost.engine.text.lengths import BYTE_LEVEL, text_length
@@ -35,13 +35,13 @@ __all__ = [
     "detokenizer_for",
     "end_token_ids",
     "load_tokenizer",
-    "overridden",
     "sampling_defaults",
     "special_texts",
     "text_length",
     "text_of",
     "tokenizer_for",
     "with_defaults",
-    "within",
+    "with_overrides",
+    "within_vocabulary",
     "without_torch",
 ]

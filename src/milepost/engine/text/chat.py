@@ -212,9 +212,9 @@ def _taken(
         _check_role(message)
     if not messages:
         raise InvalidRequestError("messages=[]: use one message or more")
-    messages = roles.placed(messages, conversation.text_if_taken, joint)
+    messages = roles.with_system_first(messages, conversation.text_if_taken, joint)
     refusal: Exception | None = None
-    for put in itertools.chain([messages], roles.mends(messages, joint)):
+    for put in itertools.chain([messages], roles.equivalents(messages, joint)):
         checked = [as_text(message, joint) for message in put]
         try:
             return put, checked, conversation.text(checked, ending)

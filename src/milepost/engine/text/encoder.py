@@ -1,6 +1,6 @@
 """Tokenizes texts and conversations, and does everything else that needs a tokenizer.
 
-Work runs in threads, and for conversations and long texts in processes (`tokenizing`). A text that
+Work runs in threads, and for conversations and long texts in processes (`process`). A text that
 is certainly too long for the model is refused before it is tokenized.
 """
 

@@ -38,22 +38,18 @@ def end_token_ids(
     tokenizer's own. Without generation_config.json, config.json is read. `overrides` of config.json
     come before both files. A token may be named by its text. Raises ConfigError for a file that is
     no JSON object, and for an invalid token."""
-    ids = _overridden_ids(overrides or {}, tokenizer)
-    if not ids:
-        path = folder / FILE
-        ids = _listed_ids(_read(path), path, tokenizer)
-    if not ids:
-        path = folder / "config.json"
-        config = _read(path)
-        inner = config.get("text_config")
-        for each in (config, inner if isinstance(inner, Mapping) else {}):
-            ids = ids or _listed_ids(each, path, tokenizer)
+    own, whole = folder / FILE, folder / "config.json"
+    ids = (
+        _ids_of_config(overrides or {}, "hf_overrides", tokenizer)
+        or _listed_ids(_read(own), own, tokenizer)
+        or _ids_of_config(_read(whole), whole, tokenizer)
+    )
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids = {*ids, tokenizer.eos_token_id}
     return tuple(sorted(ids))
 
 
-def within(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+def within_vocabulary(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     """Returns the ids within a vocabulary of this size, and warns of others."""
     others = [id_ for id_ in ids if id_ >= vocab_size]
     if others:
@@ -82,7 +78,7 @@ def sampling_defaults(folder: Path, wanted: GenerationConfig) -> dict[str, int |
     return found
 
 
-def overridden(defaults: Mapping[str, int | float], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_overrides(defaults: Mapping[str, int | float], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sampling defaults, overridden by an operator's. Raises ConfigError for unknown
     fields, and for values that are invalid in a request."""
     unknown = [name for name in given if name not in _SAMPLING]
@@ -106,15 +102,14 @@ def _read(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
 
 
-def _overridden_ids(
-    overrides: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+def _ids_of_config(
+    config: Mapping[str, Any], where: Path | str, tokenizer: PreTrainedTokenizerBase | None
 ) -> set[int]:
-    inner = overrides.get("text_config")
-    for given in (overrides, inner if isinstance(inner, Mapping) else {}):
-        found = _listed_ids(given, "hf_overrides", tokenizer)
-        if found:
-            return found
-    return set()
+    """Returns the ids that a model's configuration lists, or else its text part."""
+    inner = config.get("text_config")
+    return _listed_ids(config, where, tokenizer) or (
+        _listed_ids(inner, where, tokenizer) if isinstance(inner, Mapping) else set()
+    )
 
 
 def _listed_ids(

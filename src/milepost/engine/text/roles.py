@@ -20,7 +20,9 @@ _MARK = "\ue0b4"
 """A text that occurs in no template."""
 
 
-def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> list[ChatMessage]:
+def with_system_first(
+    messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str
+) -> list[ChatMessage]:
     """Returns the messages with one system message at the beginning. Later ones stay if the
     template shows them; otherwise they become user messages. `joint` separates the parts of a
     message."""
@@ -34,7 +36,7 @@ def placed(messages: Sequence[ChatMessage], shown: RenderOrNone, joint: str) -> 
     return [*head, *rest]
 
 
-def mends(messages: Sequence[ChatMessage], joint: str) -> Iterator[list[ChatMessage]]:
+def equivalents(messages: Sequence[ChatMessage], joint: str) -> Iterator[list[ChatMessage]]:
     """Yields equivalent conversations to try in turn if a template refuses this one: with a user
     message, without a system message, starting with the user, and with alternating roles."""
     found = list(messages)

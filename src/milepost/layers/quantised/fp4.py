@@ -1,5 +1,5 @@
 """Weights of four bits that are floats: NVFP4 as compressed-tensors and ModelOpt write it, and
-compressed-tensors' MXFP4 (see `kernels.quantised.forms.Fp4`).
+compressed-tensors' MXFP4 (see `kernels.products.forms.quantised.Fp4`).
 
 Scales of activations, meant for chips that round activations to four bits too, are read and
 ignored.

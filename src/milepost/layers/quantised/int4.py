@@ -1,5 +1,5 @@
 """Weights of four bits: AWQ, GPTQ and compressed-tensors' pack-quantized layout, all converted to
-one arrangement as they are loaded (see `kernels.quantised.forms.Int4`).
+one arrangement as they are loaded (see `kernels.products.forms.quantised.Int4`).
 
 Legend: O outputs, I inputs, G groups of inputs, X experts.
 """

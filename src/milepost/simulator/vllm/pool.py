@@ -188,7 +188,7 @@ class OnePool:
         start, allocation.planned, allocation.kv_length = allocation.planned, end, end
         allocation.num_steps += 1
         allocation.happens(Transition.PLANNED)
-        assert start < end, "A3: chunks are planned one behind the other"
+        assert start < end, "A3: chunks are planned one after the other"
         num_taken = len(hold.exports)
         for position, kind in aligned_ends(allocation.facts, start, end).items():
             if self.blocks_a_state > self.blocks.room:
