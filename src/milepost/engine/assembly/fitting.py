@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig
@@ -24,6 +26,7 @@ from milepost.kernels.platform.device import describe, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes
+from milepost.models.weighing import weigh
 from milepost.parallel import Ranks
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
@@ -45,6 +48,23 @@ _LEAST_TOKENS, _MOST_TOKENS = 2048, 8192
 """Bounds of a step's token budget, if none is set."""
 _LEAST_SEQS = 8
 """Number of sequences that steps are made for at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """One rank's part of a model, loaded or in outline, and what else its size depends on."""
+
+    model: Decoder
+    whole: PreTrainedConfig
+    """The checkpoint's whole configuration."""
+    ranks: Ranks
+    settings: ImageSettings | None
+    """How images become patches; None without a tower."""
+
+    @cached_property
+    def weights(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by part and form."""
+        return weigh(self.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,57 +90,44 @@ class FittedSteps:
     steps: FirstSteps
 
 
-def fit(
-    config: EngineConfig,
-    model: Decoder,
-    whole: PreTrainedConfig,
-    device: torch.device,
-    ranks: Ranks,
-    settings: ImageSettings | None,
-) -> Fit:
+def fit(config: EngineConfig, part: RankModel, device: torch.device) -> Fit:
     """Compiles the kernels of a rank's part of the model, measures its steps and sizes its pools.
     Raises ConfigError for more than there is memory for."""
-    shape = shape_of(config, model, whole, device)
+    model = part.model
+    shape = _shape_of(config, part, device)
     steps, step_bytes = None, StepBytes(largest=0)
     is_fused = _announce_kernels(device, model)
     if not is_fused or device.type != "cuda":
-        config = with_encoder_cache(config, model, settings, available_bytes(device) or 0)
+        config = with_encoder_cache(config, model, part.settings, available_bytes(device) or 0)
     if is_fused:
-        fitted = fit_steps(config, model, whole, device, ranks, _total_bytes(device), settings)
+        fitted = fit_steps(config, part, device, _total_bytes(device))
         config, shape, steps = fitted.config, fitted.shape, fitted.steps
         try:
-            step_bytes = _compiled(config, model, shape, steps, settings)
+            step_bytes = _compiled(config, part, shape, steps)
         except KernelError as error:
             logger.warning("kernels: reference, many times slower; of the fused ones %s", error)
             steps = None
-    sizes = sizes_of(config, shape, device, step_bytes.total, ranks)
+    sizes = sizes_of(config, shape, device, step_bytes.total, part.ranks)
     return Fit(config=config, shape=shape, steps=steps, step_bytes=step_bytes, sizes=sizes)
 
 
 def fit_steps(
-    config: EngineConfig,
-    model: Decoder,
-    whole: PreTrainedConfig,
-    device: torch.device,
-    ranks: Ranks,
-    gpu_bytes: int,
-    settings: ImageSettings | None,
+    config: EngineConfig, part: RankModel, device: torch.device, gpu_bytes: int
 ) -> FittedSteps:
     """Returns the steps that suit a GPU of `gpu_bytes` in the room beside the weights. Raises
     ConfigError."""
-    room = ranks.least(_room_of(config, gpu_bytes, model.num_bytes))
-    config = _limited(config, shape_of(config, model, whole, device), room)
-    config = with_encoder_cache(config, model, settings, room)
-    shape = shape_of(config, model, whole, device)
-    steps = _steps_of(config, model, shape, device, ranks, room)
+    room = part.ranks.least(_room_of(config, gpu_bytes, part.model.num_bytes))
+    config = _limited(config, _shape_of(config, part, device), room)
+    config = with_encoder_cache(config, part.model, part.settings, room)
+    shape = _shape_of(config, part, device)
+    steps = _steps_of(config, part, shape, device, room)
     return FittedSteps(config=config, shape=shape, steps=steps)
 
 
-def shape_of(
-    config: EngineConfig, model: Decoder, whole: PreTrainedConfig, device: torch.device
-) -> PoolShape:
+def _shape_of(config: EngineConfig, part: RankModel, device: torch.device) -> PoolShape:
     """Returns the shapes of a page and a slot on the device. Raises ConfigError."""
-    shape = pool_shape(config, model, device, kv_dtype_of(config, model.dtype, whole))
+    model = part.model
+    shape = pool_shape(config, model, device, kv_dtype_of(config, model.dtype, part.whole))
     reason = why_reference(device, model.dtype, model.operations)
     refuse_states(config, shape, is_fused=not reason)
     return shape
@@ -160,12 +167,7 @@ def _tokens_for(room: int) -> int:
 
 
 def _steps_of(
-    config: EngineConfig,
-    model: Decoder,
-    shape: PoolShape,
-    device: torch.device,
-    ranks: Ranks,
-    room: int,
+    config: EngineConfig, part: RankModel, shape: PoolShape, device: torch.device, room: int
 ) -> FirstSteps:
     """Returns the steps that the fused kernels run first. The longest sequence is no longer than
     its KV has room for."""
@@ -174,9 +176,9 @@ def _steps_of(
         "max_num_batched_tokens": config.step_tokens(),
         "num_drafts": shape.num_drafts,
     }
-    most_launched = 0
+    model, most_launched = part.model, 0
     if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
-        most_launched = ranks.least(most_launched_tokens(model, probe(device)))
+        most_launched = part.ranks.least(most_launched_tokens(model, probe(device)))
     return FirstSteps(
         largest=largest_step(**limits),
         captured=[] if config.enforce_eager else ladder(**limits, most_launched=most_launched),
@@ -189,16 +191,12 @@ def _steps_of(
 
 
 def _compiled(
-    config: EngineConfig,
-    model: Decoder,
-    shape: PoolShape,
-    steps: FirstSteps,
-    settings: ImageSettings | None,
+    config: EngineConfig, part: RankModel, shape: PoolShape, steps: FirstSteps
 ) -> StepBytes:
     """Compiles and measures the steps, and keeps none of the memory that this takes."""
-    executor = rehearsal(model, shape, steps)
+    executor = rehearsal(part.model, shape, steps)
     compile_steps(executor, steps)
-    return bytes_of(config, executor, steps, settings)
+    return bytes_of(config, executor, steps, part.settings)
 
 
 def _most_tokens(config: EngineConfig, shape: PoolShape, room: int) -> int:

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from unittest import mock
 
 import torch
-from transformers import PreTrainedConfig
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import folder_of, load_options_of
 from milepost.engine.assembly.bitwise import refuse_settings
-from milepost.engine.assembly.fitting import bytes_of, fit_steps
+from milepost.engine.assembly.fitting import RankModel, bytes_of, fit_steps
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of, sizes_of
 from milepost.errors import ConfigError
-from milepost.images import ImageSettings
 from milepost.kernels.platform.device import hopper_kernels
 from milepost.kernels.platform.pretending import Meter, launching_nothing
-from milepost.models.decoder import Decoder
 from milepost.models.loading import META, outline
-from milepost.models.weighing import TOWER, weigh
-from milepost.parallel import Ranks
+from milepost.models.weighing import TOWER
 from milepost.runner.measuring import FirstSteps, StepBytes, rehearsal
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import GIB, LAUNCHES_BYTES, Sizes
@@ -100,22 +95,7 @@ class MemoryPlan:
         return self.sizes.num_sequences(-(-num_tokens // self.shape.page_size))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outline:
-    """A model without memory, and what comes with it."""
-
-    model: Decoder
-    whole: PreTrainedConfig
-    ranks: Ranks
-    settings: ImageSettings | None
-
-    @cached_property
-    def weights(self) -> Mapping[tuple[str, str], int]:
-        """Bytes by part and form."""
-        return weigh(self.model)
-
-
-def outline_of(config: EngineConfig) -> Outline:
+def outline_of(config: EngineConfig) -> RankModel:
     """Returns the first rank's part of a model. Raises the errors of `load_model`."""
     # Imported here because machines without a GPU need not have what links between them need.
     from milepost.parallel.absent import first_of
@@ -129,7 +109,7 @@ def outline_of(config: EngineConfig) -> Outline:
     options = load_options_of(config, folder, GPU, ranks)
     model, whole = outline(folder, replace(options, device=META))
     settings = image_settings_of(config, folder, whole) if model.tower is not None else None
-    return Outline(model=model, whole=whole, ranks=ranks, settings=settings)
+    return RankModel(model=model, whole=whole, ranks=ranks, settings=settings)
 
 
 class MemoryPlanner:
@@ -138,7 +118,7 @@ class MemoryPlanner:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._outlines: dict[str, Outline] = {}
+        self._outlines: dict[str, RankModel] = {}
         self._measured: dict[str, StepBytes] = {}
 
     def plan(self, config: EngineConfig, gpu_bytes: int) -> MemoryPlan:
@@ -146,52 +126,50 @@ class MemoryPlanner:
         UnsupportedModelError for configurations that no amount of memory could make work."""
         refuse_settings(config)
         with hopper_kernels(config.hopper_kernels), launching_nothing(), torch.inference_mode():
-            found = self._outline(config)
-            fitted = fit_steps(
-                config, found.model, found.whole, GPU, found.ranks, gpu_bytes, found.settings
-            )
+            part = self._outline(config)
+            fitted = fit_steps(config, part, GPU, gpu_bytes)
             config, shape, steps = fitted.config, fitted.shape, fitted.steps
-            free = gpu_bytes - DRIVER_BYTES - sum(found.weights.values())
+            free = gpu_bytes - DRIVER_BYTES - sum(part.weights.values())
             # Of a model that does not fit anyway, nobody asks what its steps take.
             none = StepBytes(largest=0)
-            step_bytes = self._measure(config, found, shape, steps) if free > 0 else none
+            step_bytes = self._measure(config, part, shape, steps) if free > 0 else none
         sizes, length, refused = None, 0, ""
         try:
             with mock.patch("torch.cuda.mem_get_info", return_value=(free, gpu_bytes)):
-                sizes = sizes_of(config, shape, GPU, step_bytes.total, found.ranks)
+                sizes = sizes_of(config, shape, GPU, step_bytes.total, part.ranks)
             capacity = sizes.storage().max_pages * shape.page_size
-            length = min(capacity, found.model.num_positions)
-            max_model_len_of(config, found.model, shape, capacity)
+            length = min(capacity, part.model.num_positions)
+            max_model_len_of(config, part.model, shape, capacity)
         except ConfigError as error:
             refused = str(error)
         return MemoryPlan(
             config=config,
             gpu_bytes=gpu_bytes,
-            weights=found.weights,
+            weights=part.weights,
             shape=shape,
             steps=steps,
             step_bytes=step_bytes,
-            num_positions=found.model.num_positions,
+            num_positions=part.model.num_positions,
             sizes=sizes,
             max_model_len=length,
             refused=refused,
         )
 
-    def _outline(self, config: EngineConfig) -> Outline:
+    def _outline(self, config: EngineConfig) -> RankModel:
         key = repr(config)
         if key not in self._outlines:
             self._outlines[key] = outline_of(config)
         return self._outlines[key]
 
     def _measure(
-        self, config: EngineConfig, found: Outline, shape: PoolShape, steps: FirstSteps
+        self, config: EngineConfig, part: RankModel, shape: PoolShape, steps: FirstSteps
     ) -> StepBytes:
         key = f"{config} {steps}"
         if key not in self._measured:
             with self._meter:
-                self._meter.leave_out(found.model.parameters())
-                executor = rehearsal(found.model, shape, steps)
-                self._measured[key] = bytes_of(config, executor, steps, found.settings)
+                self._meter.leave_out(part.model.parameters())
+                executor = rehearsal(part.model, shape, steps)
+                self._measured[key] = bytes_of(config, executor, steps, part.settings)
         return self._measured[key]
 
 

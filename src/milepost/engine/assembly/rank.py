@@ -17,7 +17,7 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of
 from milepost.engine.assembly.bitwise import facts_of
 from milepost.engine.assembly.drafting import accept_of
-from milepost.engine.assembly.fitting import fit
+from milepost.engine.assembly.fitting import RankModel, fit
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of
 from milepost.engine.assembly.team import Team
@@ -87,7 +87,8 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
     weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.pack()
     settings = image_settings_of(config, folder, whole) if model.tower is not None else None
-    fitted = fit(config, model, whole, device, ranks, settings)
+    part = RankModel(model=model, whole=whole, ranks=ranks, settings=settings)
+    fitted = fit(config, part, device)
     config, shape, sizes = fitted.config, fitted.shape, fitted.sizes
     facts = facts_of(config, device, ranks, is_fused=fitted.steps is not None)
     identity = identity_of(config, folder, model, shape, facts)

@@ -79,17 +79,15 @@ def compile_share(share: WarmShare) -> None:
     """Compiles one share of the kernels in this process. Raises KernelError."""
     config = share.config
     with hopper_kernels(config.hopper_kernels), pretend(share.chip), _only(share):
-        found = outline_of(config)
-        model = found.model
-        fitted = fit_steps(
-            config, model, found.whole, GPU, found.ranks, share.gpu_bytes, found.settings
-        )
+        part = outline_of(config)
+        model = part.model
+        fitted = fit_steps(config, part, GPU, share.gpu_bytes)
         with torch.inference_mode():
             compile_steps(rehearsal(model, fitted.shape, fitted.steps), fitted.steps)
-            if model.tower is not None and found.settings is not None:
+            if model.tower is not None and part.settings is not None:
                 measure_tower(
                     model.tower,
-                    found.settings,
+                    part.settings,
                     joins=config.encode_images_together,
                     captures=not config.enforce_eager,
                 )
