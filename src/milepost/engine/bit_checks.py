@@ -33,7 +33,6 @@ class CheckSize:
     """Length of the longest prompt."""
     max_tokens: int = 32
     """Length of each answer."""
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("num_prompts", 2), ("prompt_tokens", 130), ("max_tokens", 2)):
@@ -67,7 +66,7 @@ class BitChecks:
         self._open = open_llm
         wanted = replace(config, speculative_config=None, disable_log_stats=True)
         self._config = wanted if wanted.has_tiers else replace(wanted, cache_dir=directory)
-        self._rng = random.Random(size.seed)
+        self._rng = random.Random(0)
         self._params = [
             SamplingParams(
                 max_tokens=size.max_tokens,

@@ -30,15 +30,13 @@ _REST = re.compile(r"[\s,}\]]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """Tags and keys of a family."""
+    """Tags of a family."""
 
     open: str = "<tool_call>"
     close: str = "</tool_call>"
     """The closing tag; "" if only the end of the answer closes."""
     others: tuple[str, ...] = ()
     """Further opening tags."""
-    name: str = "name"
-    arguments: str = "arguments"
     is_list: bool = False
     """Whether the tags enclose a list of all calls rather than one call."""
     layout: tuple[str, str] = ("\n", "\n")
@@ -63,7 +61,7 @@ class JsonCalls:
 
     def _rule(self, rule: str, tool: Mapping[str, Any]) -> str:
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        head = f'{{"{self.name}": {name}, "{self.arguments}": '
+        head = f'{{"name": {name}, "arguments": '
         return f'{rule}: {lark.text(head)} {lark.arguments(tool)} "}}"'
 
 
@@ -100,7 +98,6 @@ class _JsonCall:
     """Reads one object after its opening brace."""
 
     def __init__(self, form: JsonCalls, site: CallSite) -> None:
-        self._form = form
         self._site, self._tape, self._found = site, site.tape, site.found
         self._ends = tuple(filter(None, (form.close, form.open, *form.others)))
         self._arguments: str | None = None
@@ -124,7 +121,7 @@ class _JsonCall:
 
     def _members(self) -> Reading[bool]:
         """Returns whether the object ended by itself; stops early if it cannot be a call."""
-        tape, form = self._tape, self._form
+        tape = self._tape
         while True:
             yield from tape.run(_BETWEEN)
             if (yield from tape.take("}")):
@@ -132,11 +129,11 @@ class _JsonCall:
             key = yield from self._key()
             if key is None:
                 return False
-            if key == form.name and self._name is None:
+            if key == "name" and self._name is None:
                 self._name = name = loaded((yield from self._text()))
                 if not isinstance(name, str) or not name or not self._site.is_known(name):
                     return False
-            elif key in (form.arguments, "parameters") and self._arguments is None:
+            elif key in ("arguments", "parameters") and self._arguments is None:
                 yield from self._read_arguments()
             else:
                 yield from self._text()
