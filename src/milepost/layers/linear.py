@@ -115,6 +115,11 @@ class Linear(nn.Module):
             if section.name is None:
                 made[section.group].clear(section.first, section.count)
 
+    @property
+    def weight_forms(self) -> list[Form]:
+        """The form of each of its weights."""
+        return [weight.form for weight in self.weights]
+
     def multiply(
         self,
         rows: Inputs,

@@ -16,7 +16,8 @@ VALUES = ("weight", "qweight", "weight_packed")
 """Names that the forms give to a projection's values."""
 
 
-def _raw(_: str) -> Precision:
+def raw_precision(_: str) -> Precision:
+    """Every projection is raw."""
     return RAW
 
 
@@ -31,7 +32,7 @@ class ModuleScope:
     """Path of the module's tensors in the checkpoint, without the last dot."""
     names: Container[str] = ()
     """Names of all tensors in the checkpoint; empty if there is no checkpoint."""
-    precision_of: Callable[[str], Precision] = _raw
+    precision_of: Callable[[str], Precision] = raw_precision
     """Maps the path of a projection to the form of its matrix."""
     ranks: Ranks = ALONE
     """The ranks that the parameters are split over, and this one's number."""

@@ -39,10 +39,11 @@ def is_true_or_unset(value: Any) -> bool:
 
 def only(**values: Any) -> dict[str, Requirement]:
     """Returns requirements of settings that are missing or have these values."""
-    return {
-        name: (lambda value, wanted=wanted: value in (None, wanted), str(wanted).lower())
-        for name, wanted in values.items()
-    }
+
+    def requirement(wanted: Any) -> Requirement:
+        return lambda value: value in (None, wanted), str(wanted).lower()
+
+    return {name: requirement(wanted) for name, wanted in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,9 +82,7 @@ def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch
     does not say."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    named = config.dtype or config.get_text_config().dtype
-    if isinstance(named, str):
-        named = getattr(torch, named)
-    return named or torch.float32
+    named = dtype if dtype != "auto" else config.dtype or config.get_text_config().dtype
+    found = getattr(torch, named) if isinstance(named, str) else named or torch.float32
+    assert isinstance(found, torch.dtype), "a configuration that was read names a type of torch"
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ from milepost.layers.weight_slots import (
     scale,
 )
 from milepost.layers.weights import RawWeight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,8 @@ class Decoder(nn.Module):
         """The cache of each mixer, by its number."""
         self.parts_by_layer = [layer.parts for layer in parts.layers]
         every_part = [*chain.from_iterable(self.parts_by_layer)]
-        every_part += [self.mtp] if self.mtp is not None else []
+        if self.mtp is not None:
+            every_part.append(self.mtp)
         self._last = _last_with_cache(parts.layers)
         self.ending: tuple[Operation, ...] = ()
         """Operations with an extra layout in steps that compute only sampled positions at the
@@ -288,5 +292,5 @@ def _last_with_cache(layers: list[Layer]) -> tuple[Layer, LayerBlock] | None:
     return next(has_cache, None)
 
 
-def _once(values: Iterable[Operation | None]) -> tuple[Operation, ...]:
+def _once(values: Iterable[T | None]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(value for value in values if value is not None))

@@ -85,7 +85,7 @@ def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:
     parameters = ropes[0] if ropes else {}
     if not isinstance(positions, int) or len(ropes) > 1 or not isinstance(parameters, Mapping):
         return
-    needed = {"yarn": ("original_max_position_embeddings", "factor")}
+    needed: dict[str, tuple[str, ...]] = {"yarn": ("original_max_position_embeddings", "factor")}
     needed |= dict.fromkeys(("linear", "dynamic"), ("factor",))
     kind = parameters.get("rope_type", "default")
     if "type" not in parameters and all(name in parameters for name in needed.get(kind, ())):

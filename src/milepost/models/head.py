@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import MilepostError, UnsupportedModelError
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.weight_slots import merge
+from milepost.layers.weight_slots import Holder, merge
 from milepost.models.architecture import Architecture
 from milepost.models.weights import WeightFiles
 
@@ -46,7 +46,7 @@ def check_head(
         )
     if files is not None:
         outline = architecture.head_of(config, replace(scope, device=torch.device("meta")))
-        holders = (module for module in outline.modules() if hasattr(module, "placements"))
+        holders = (module for module in outline.modules() if isinstance(module, Holder))
         placements = merge(holder.placements() for holder in holders)
         files.check(placements, f"{architecture.head_path(config)}.", elsewhere_of(outline))
 

@@ -14,14 +14,13 @@ from milepost.kernels.attention.describe import Served, heads_served, latents_se
 from milepost.kernels.platform.device import Chip, find_chip, present_chip
 from milepost.kernels.products.describe import Span, spans
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix
+from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.kernels.recurrent import TABLES, MixerPart, RecurrentOperation
 from milepost.layers.attention import Attention
 from milepost.layers.linear import Linear
 from milepost.layers.mla import MLA
 from milepost.layers.moe import MoE
-from milepost.layers.weights import Weight
 from milepost.models.folder import find_folder
 from milepost.models.loading import LoadOptions, outline
 
@@ -42,8 +41,8 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
         for path, module in layer.named_modules():
             name = f"{owner} {path}".replace("blocks.", "").strip()
             if isinstance(module, Linear):
-                for weight in module.weights:
-                    matrix, make = _dense(path.rpartition(".")[2], weight)
+                for form in module.weight_forms:
+                    matrix, make = _dense(path.rpartition(".")[2], form)
                     if (path, matrix) not in seen:
                         seen.add((path, matrix))
                         yield from _cells(name, matrix, spans(PRODUCTS, make, chip))
@@ -88,9 +87,9 @@ def _cells(name: str, matrix: Matrix, served: Sequence[Span]) -> Iterator[tuple[
         yield *whose, span.tokens, span.kernel, span.order, span.refused
 
 
-def _dense(name: str, weight: Weight) -> tuple[Matrix, Callable[[int], Product]]:
+def _dense(name: str, form: Form) -> tuple[Matrix, Callable[[int], Product]]:
     """Returns a projection's matrix, and a function from the number of rows to their product."""
-    matrix = Matrix.of(weight.form)
+    matrix = Matrix.of(form)
     epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
     return matrix, lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
 

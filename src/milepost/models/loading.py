@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
 from milepost.errors import UnsupportedModelError
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, raw_precision
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import Architecture
 from milepost.models.configuration import Overrides, load_config, resolve_dtype
@@ -179,11 +179,11 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         names=names,
         ranks=options.ranks,
         batch_invariant=options.batch_invariant,
-        **({} if forms is None else {"precision_of": forms.precision_of}),
+        precision_of=raw_precision if forms is None else forms.precision_of,
     )
     has_head = _has_head(options.head, architecture, text, scope, files)
     has_tower = options.has_tower and has_pictures(config)
-    without = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
+    without: tuple[str, ...] = () if has_tower else (rf"{re.escape(architecture.tower_path)}\.",)
     without += () if has_head else (rf"{re.escape(architecture.head_path(text))}\.",)
     has_output = scope.under(architecture.output_path).has_projection("lm_head")
     return _Plan(

@@ -71,8 +71,8 @@ def _why_other(module: object) -> str:
 
 def _why_not_dense(name: str, linear: Linear, chip: Chip) -> Iterator[str]:
     epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
-    for weight in linear.weights:
-        matrix = Matrix.of(weight.form)
+    for form in linear.weight_forms:
+        matrix = Matrix.of(form)
         if matrix.batch_invariant:
             yield "batch_invariant has orders of its own"
         problems = {

@@ -108,7 +108,7 @@ def _inner(
 
 
 def _fields(kind: type[PreTrainedConfig]) -> set[str]:
-    return {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    return {each.name for each in fields(kind)}
 
 
 def _copied(value: Any) -> Any:
@@ -254,8 +254,9 @@ def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigValue
     found = dict(own)
     for name, value in overrides.items():
         inner = found.get(name)
-        are_objects = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        found[name] = _merged(inner, value) if are_objects else value
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merged(inner, value)
+        found[name] = value
     return found
 
 

@@ -210,7 +210,7 @@ def _cut(extents: Sequence[Extent]) -> Iterator[_Piece]:
 
 def _read(descriptor: int, piece: _Piece, staged: Tensor) -> Tensor:
     """Fills `staged` with a piece's bytes; raises OSError."""
-    room = memoryview(staged.numpy())[: piece.end - piece.begin]
+    room = memoryview(staged.numpy().data)[: piece.end - piece.begin]
     at = piece.begin
     while len(room):
         count = os.preadv(descriptor, [room], at)

@@ -51,7 +51,7 @@ def find_architecture(model_type: object) -> Architecture:
 def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> None:
     """Raises UnsupportedModelError for the first setting of a text configuration that would be
     ignored."""
-    requirements = _REQUIREMENTS | architecture.requirements
+    requirements = {**_REQUIREMENTS, **architecture.requirements}
     for name, (is_supported, wanted) in requirements.items():
         value = getattr(config, name, None)
         if not is_supported(value):

@@ -157,7 +157,7 @@ def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
         if told[0] != told[1]:
             return False
         first, other = (each.get_tensor(name).contiguous() for each in (tensors, others))
-        return first.flatten().view(torch.uint8).equal(other.flatten().view(torch.uint8))
+        return torch.equal(*(each.flatten().view(torch.uint8) for each in (first, other)))
 
 
 def fill_from_files(model: Decoder, files: WeightFiles, skipped: Sequence[str]) -> None:

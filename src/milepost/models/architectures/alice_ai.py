@@ -6,13 +6,13 @@ from __future__ import annotations
 from transformers import AutoConfig, PreTrainedConfig, Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
-from milepost.kernels.products.routing import Scores
+from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention
 from milepost.layers.kda import KDA, KDAShapes
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm, StreamNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.residual import ResidualAttention
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, is_unset, only
@@ -25,6 +25,7 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         inner = scope.under(f"layers.{index}")
+        mixer: Part
         if layer_type == "full_attention":
             shapes = attention_shapes(config, norm="each", norm_offset=1.0, gate="entries")
             mixer = Attention(shapes, inner.under("self_attn"), rotary=rotary)
@@ -38,12 +39,12 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
 
 
 def _layer(
-    config: PreTrainedConfig, scope: ModuleScope, index: int, parts: tuple[Attention | KDA, MoE]
+    config: PreTrainedConfig, scope: ModuleScope, index: int, parts: tuple[Part, Part]
 ) -> Layer:
     mixer, mlp = parts
-    pre: StreamNorm = _norm(config, scope.under("input_layernorm"))
-    if index > 0:  # the first layer reads the embedding, the only source
-        pre = ResidualAttention(pre, scope, "attn_res")
+    first = _norm(config, scope.under("input_layernorm"))
+    # The first layer reads the embedding, the only source.
+    pre: StreamNorm = ResidualAttention(first, scope, "attn_res") if index > 0 else first
     norm = _norm(config, scope.under("post_attention_layernorm"))
     is_first = index % config.block_attn_res_block_size == 0
     between = ResidualAttention(norm, scope, "mlp_res", opens=is_first)

@@ -11,12 +11,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, DeepseekV3Config, PreTraine
 from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
-from milepost.layers.moe import ExpertNames, MoE
+from milepost.layers.moe import MoE
 from milepost.layers.mtp import FIRST_ROW, HeadNames, MTPHead
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.rotary import Rotary
+from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     grouped_shapes,
@@ -40,6 +41,8 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
     for index, (layer_type, mlp_type) in enumerate(kinds):
         inner = scope.under(f"layers.{index}")
+        mixer: Part
+        mlp: Part
         if layer_type == "full_attention":
             mixer = _attention(config, inner, rotary)
         else:
@@ -114,8 +117,10 @@ _ALIASES = {
     "num_nextn_predict_layers": "num_mtp_layers",
     "num_shared_experts": "n_shared_experts",
 }
-_OFF = ("attention_bias", "use_bias", "use_qkv_bias", "use_mla_nope", "mla_use_nope", "mtp_use_kda")
-_OFF += ("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input")
+_OFF = (
+    *("attention_bias", "use_bias", "use_qkv_bias", "use_mla_nope", "mla_use_nope", "mtp_use_kda"),
+    *("use_kda_lora", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input"),
+)
 _ON = ("no_kda_lora", "use_qk_norm", "linear_silu", "rope_interleave")
 _ONLY = dict.fromkeys((*_ON, "moe_router_enable_expert_bias"), True) | {
     "gated_attention_proj_granularity_type": "head_wise",

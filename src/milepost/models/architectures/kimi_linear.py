@@ -12,10 +12,11 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
-from milepost.layers.moe import ExpertNames, MoE
+from milepost.layers.moe import MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
+from milepost.layers.parts import Layer, Part, ResidualBlock
+from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     grouped_shapes,
@@ -36,6 +37,8 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     for index, layer_type in enumerate(config.layer_types):
         inner = scope.under(f"layers.{index}")
         mixer_scope = inner.under("self_attn")
+        mixer: Part
+        mlp: Part
         if layer_type == "full_attention":
             mixer = MLA(latent_shapes(config), mixer_scope)
         else:

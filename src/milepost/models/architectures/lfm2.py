@@ -12,12 +12,13 @@ from transformers import Lfm2Config, PreTrainedConfig
 from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
 from milepost.layers.mlp import MLP
-from milepost.layers.moe import ExpertNames, ExpertShapes, MoE
+from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
+from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, is_true_or_unset
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
@@ -103,7 +104,7 @@ def _feed_forward_size(config: PreTrainedConfig) -> int:
     size = int(2 * size / 3)
     if config.block_ffn_dim_multiplier is None:
         return size
-    step = config.block_multiple_of
+    step = int(config.block_multiple_of)
     return -(-int(config.block_ffn_dim_multiplier * size) // step) * step
 
 

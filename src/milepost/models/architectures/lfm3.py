@@ -12,7 +12,7 @@ from milepost.layers.attention import Attention
 from milepost.layers.mlp import MLP
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.models.architecture import Architecture, attention_shapes, is_unset
@@ -50,6 +50,7 @@ def _layer(
     posts: list[RMSNorm | None] = [None, None]
     if config.use_sandwich_norm:
         posts = [_norm(config, own.under(f"post_{name}_norm")) for name in ("operator", "ffn")]
+    mixer: Part
     if layer_type == "conv":
         # What a window reads is kept with states alone, not at every page boundary.
         options = {"bias": config.conv_bias, "in_slots": _has_windows(config)}
@@ -115,7 +116,7 @@ class Lfm3OwnConfig(Lfm2Config):
         places = range(self.num_hidden_layers)
         kinds = [{2: _FULL, 0: _SLIDING}.get(place % 4, "conv") for place in places]
         self.layer_types = self.layer_types or ["conv", *kinds[1:]]
-        super().__post_init__(**others)
+        Lfm2Config.__post_init__(self, **others)
 
 
 if "lfm3" not in CONFIG_MAPPING:

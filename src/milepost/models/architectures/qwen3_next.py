@@ -43,6 +43,7 @@ def qwen_parts(
     rotary, layers = Rotary(config, scope.device), []
     for index, (layer_type, shapes) in enumerate(zip(config.layer_types, experts, strict=True)):
         inner = scope.under(f"layers.{index}")
+        mixer: Part
         if layer_type == "full_attention":
             mixer = _attention(config, inner, rotary)
         else:

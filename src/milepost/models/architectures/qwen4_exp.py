@@ -16,7 +16,7 @@ from milepost.layers.indexer import Indexer, IndexerShapes
 from milepost.layers.moe import MoE
 from milepost.layers.ngrams import NgramBlock, NgramPart, NgramShapes
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer
+from milepost.layers.parts import Layer, LayerBlock, Part
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes
@@ -36,7 +36,9 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     )
     layers, with_ngrams = [], list(config.ple_layer_ids)
     for index, layer_type in enumerate(config.layer_types):
-        inner, blocks = scope.under(f"layers.{index}"), []
+        inner = scope.under(f"layers.{index}")
+        blocks: list[LayerBlock] = []
+        mixer: Part
         if index + 1 in with_ngrams:
             shapes = _ngram_shapes(config, with_ngrams.index(index + 1))
             blocks.append(NgramBlock(NgramPart(shapes, inner.under("ple"))))
@@ -48,8 +50,8 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
         blocks.append(HyperBlock(mixer, _connection(config, inner.under("attn_hyper_connection"))))
         blocks.append(HyperBlock(mlp, _connection(config, inner.under("mlp_hyper_connection"))))
         layers.append(Layer(*blocks))
-    mixer = _connection(config, scope.under("hyper_connection_mixer"), is_last=True)
-    return DecoderParts(layers=layers, norm=mixer)
+    norm = _connection(config, scope.under("hyper_connection_mixer"), is_last=True)
+    return DecoderParts(layers=layers, norm=norm)
 
 
 def _attention(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> Attention:

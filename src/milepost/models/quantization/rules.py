@@ -21,7 +21,7 @@ LowPrecision = Fp4Precision | Fp8Precision | Int4Precision | Int8Precision
 
 _MATCH_S = 1.0
 """Time limit for one expression and one path: thousands of times what a real one takes."""
-NOTHING = (None, False, "", 0, [], {})
+NOTHING: tuple[object, ...] = (None, False, "", 0, [], {})
 """Values that mean a setting is unused."""
 
 
