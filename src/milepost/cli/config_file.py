@@ -48,8 +48,8 @@ class Arguments:
     def placed(self, message: str) -> str:
         """Adds the file and line to a message about a flag from the file; returns others
         unchanged."""
-        found = _NAMED.search(message)
-        line = self.lines.get(_plain(found[found.lastindex or 0])) if found else None
+        named = _NAMED.search(message)
+        line = self.lines.get(_plain(named[named.lastindex or 0])) if named else None
         return message if line is None else f"{_FLAG} {self.path}, line {line}: {message}"
 
 
@@ -110,15 +110,15 @@ def _read(path: str) -> Mapping[str, _FileFlag]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise _problem(path, root.start_mark, "use names of flags and their values")
-    found = {}
+    flags = {}
     for key, value in root.value:
         try:
             words = list(_words(loader, f"--{key.value.removeprefix('--')}", value))
         except (TypeError, ValueError, yaml.YAMLError) as error:
             what = "use a text, a number, a list of them or an object as JSON has them"
             raise _problem(path, value.start_mark, f"{key.value}: {what}") from error
-        found[_plain(key.value)] = _FileFlag(key.start_mark.line + 1, words)
-    return found
+        flags[_plain(key.value)] = _FileFlag(key.start_mark.line + 1, words)
+    return flags
 
 
 def _check_nesting(path: str, text: str) -> None:

@@ -134,10 +134,10 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) 
             raise InvalidRequestError(
                 "no prompt: give one as an argument, with --prompt-file, or on standard input"
             )
-        found = stdin.read().removesuffix("\n")
-        if not found:
+        prompt = stdin.read().removesuffix("\n")
+        if not prompt:
             raise InvalidRequestError("no prompt: standard input is empty")
-        return [found]
+        return [prompt]
     return [*prompts, *(_read_file(path, stdin) for path in files)]
 
 

@@ -55,10 +55,10 @@ def plan_command(screen: Screen) -> Callable[..., None]:
 
 def read_size(text: str) -> int:
     """Reads a size such as 24GiB, 80GB or 24, which is in GiB. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or not float(match[1]):
         raise ConfigError(f"--gpu-memory {text}: use a size such as 24GiB or 80GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _tables(

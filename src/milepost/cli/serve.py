@@ -83,13 +83,13 @@ def serve_command(serve: Serve) -> Callable[..., int]:
 def _keys_of(environment: Mapping[str, str]) -> list[str] | None:
     """Returns the API key from the environment. vLLM's name counts too: a server that is started as
     before must not answer without its key."""
-    found = environment.get("MILEPOST_API_KEY") or environment.get("VLLM_API_KEY")
-    return [found] if found else None
+    key = environment.get("MILEPOST_API_KEY") or environment.get("VLLM_API_KEY")
+    return [key] if key else None
 
 
 def _admin_keys_of(environment: Mapping[str, str]) -> list[str] | None:
-    found = environment.get("MILEPOST_ADMIN_KEY")
-    return [found] if found else None
+    key = environment.get("MILEPOST_ADMIN_KEY")
+    return [key] if key else None
 
 
 def run_server(server: ServerConfig, engine: EngineConfig) -> int:

@@ -114,7 +114,7 @@ def _rows_of_search(
     """Returns each policy's rows for the smallest memory that reaches the target, or for the
     largest one tried."""
     assert settings.target_hit_rate is not None
-    found: list[ResultRow] = []
+    shown: list[ResultRow] = []
     for policy in policies:
         tried: dict[float, list[ResultRow]] = {}
 
@@ -128,8 +128,8 @@ def _rows_of_search(
             return fmean(row.hit_rate for row in rows)
 
         gib = smallest(settings.target_hit_rate / 100, hit_rate)
-        found += tried[max(tried) if gib is None else gib]
-    return found
+        shown += tried[max(tried) if gib is None else gib]
+    return shown
 
 
 def _row(

@@ -66,10 +66,10 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         with tempfile.TemporaryDirectory() as directory:
             checks = BitChecks(config, size, directory, lambda own: milepost.LLM(**asdict(own)))
             try:
-                for found in checks.run():
-                    num_different += found.num_different
-                    counts = (found.num_cached, found.num_tokens, found.num_different)
-                    table.add_row(found.way, *(f"{count:,}" for count in counts), found.note)
+                for result in checks.run():
+                    num_different += result.num_different
+                    counts = (result.num_cached, result.num_tokens, result.num_different)
+                    table.add_row(result.way, *(f"{count:,}" for count in counts), result.note)
             finally:  # what has been compared is shown, even if a later engine does not start
                 screen.reports.print(table)
         return int(num_different > 0)

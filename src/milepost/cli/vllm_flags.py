@@ -61,7 +61,7 @@ _SINGLE = {
 def translated(arguments: Sequence[str]) -> list[str]:
     """Translates a command line to our flags. If a flag is repeated, the last one counts, as in
     argparse. Raises ConfigError for flags that are not supported."""
-    found: list[str] = []
+    words: list[str] = []
     objects: dict[str, dict[str, str]] = {}
     todo = list(reversed(arguments))
     names_model = any(token.partition("=")[0] == "--model" for token in arguments)
@@ -69,7 +69,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
         token = todo.pop()
         name, sign, value = _split(token)
         if not name:
-            found.append(token)
+            words.append(token)
             continue
         if sign:
             todo.append(value)
@@ -80,12 +80,12 @@ def translated(arguments: Sequence[str]) -> list[str]:
         elif key:  # --speculative-config.method mtp
             objects.setdefault(whole, {})[key] = _value(todo, name)
         else:
-            has_model = names_model or (bool(found) and not found[0].startswith("-"))
-            found += _one(name, todo, has_model=has_model)
-    found = _last_of_each(found)
+            has_model = names_model or (bool(words) and not words[0].startswith("-"))
+            words += _one(name, todo, has_model=has_model)
+    words = _last_of_each(words)
     for name, parts in objects.items():
-        found += [f"--{name}", json.dumps(_nested(name, parts))]
-    return found
+        words += [f"--{name}", json.dumps(_nested(name, parts))]
+    return words
 
 
 def _last_of_each(tokens: Sequence[str]) -> list[str]:
@@ -107,10 +107,10 @@ def _last_of_each(tokens: Sequence[str]) -> list[str]:
 
 def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
     """Builds the object that dotted keys such as `a.b` describe, for the flag `name`."""
-    found: dict[str, Any] = {}
+    built: dict[str, Any] = {}
     for path, part in parts.items():
         *outer, key = path.split(".")
-        place = found
+        place = built
         for step in outer:
             inner = place.setdefault(step, {})
             if not isinstance(inner, dict):
@@ -119,7 +119,7 @@ def _nested(name: str, parts: Mapping[str, str]) -> dict[str, Any]:
         if isinstance(place.get(key), dict):
             raise ConfigError(f"--{name}.{path} {part}: {key} is an object already")
         place[key] = _json(part)
-    return found
+    return built
 
 
 def _split(token: str) -> tuple[str, str, str]:
@@ -171,10 +171,10 @@ def _value(todo: list[str], name: str) -> str:
 
 def _values(todo: list[str], name: str) -> list[str]:
     """Takes one value; for a flag with a list, all values up to the next flag."""
-    found = [_value(todo, name)]
+    values = [_value(todo, name)]
     while name in _LISTS and todo and not todo[-1].startswith("-"):
-        found.append(todo.pop())
-    return found
+        values.append(todo.pop())
+    return values
 
 
 def _json(text: str) -> object:

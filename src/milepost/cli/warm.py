@@ -50,11 +50,11 @@ def warm_command(screen: Screen) -> Callable[..., None]:
 
         if triton_version() == (0, 0):
             raise missing("milepost warm", "triton", "gpu")
-        found = find_chip(chip) if chip else present_chip()
+        found_chip = find_chip(chip) if chip else present_chip()
         num_bytes = read_size(gpu_memory) if gpu_memory else present_memory()
         begin = screen.clock()
-        num = warm_up(config, found, num_bytes, processes)
+        num = warm_up(config, found_chip, num_bytes, processes)
         spent = screen.clock() - begin
-        screen.reports.print(f"kernels for {found.arch} are compiled: {spent:.1f} s, by {num}")
+        screen.reports.print(f"kernels for {found_chip.arch} are compiled: {spent:.1f} s, by {num}")
 
     return add_flags(warm, [ENGINE])

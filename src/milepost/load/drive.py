@@ -209,8 +209,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     ordered = sorted(seconds)
     last = len(ordered) - 1
-    found = {f"p{p}": round(1000 * ordered[round(p / 100 * last)], 3) for p in PERCENTILES}
-    return {**found, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
+    rounded = {f"p{p}": round(1000 * ordered[round(p / 100 * last)], 3) for p in PERCENTILES}
+    return {**rounded, "mean": round(1000 * sum(ordered) / len(ordered), 3)}
 
 
 def _total(counts: Iterable[Any]) -> int | None:

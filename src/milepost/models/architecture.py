@@ -128,8 +128,8 @@ class Architecture:
         return self.tower(whole, plain.under(self.tower_path))
 
     def _prefix(self, names: Container[str]) -> str:
-        found = (each for each in self.prefixes if f"{each}.{self.embedding}.weight" in names)
-        return next(found, self.prefixes[-1])
+        matching = (each for each in self.prefixes if f"{each}.{self.embedding}.weight" in names)
+        return next(matching, self.prefixes[-1])
 
 
 def rotary_of(layers: Iterable[Layer]) -> Rotary | None:

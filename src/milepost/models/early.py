@@ -70,12 +70,12 @@ def _local_folder(config: EngineConfig) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(
+        cached = try_to_load_from_cache(
             source, "config.json", cache_dir=config.download_dir, revision=config.revision
         )
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:

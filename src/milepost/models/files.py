@@ -59,12 +59,12 @@ def read_object(path: Path, kind: ErrorKind = ConfigError) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds an object. A repeated name must have the same value each time."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         for name, value in pairs:
-            if found[name] != value:
-                raise ValueError(f"{name!r} is there twice, as {value!r} and {found[name]!r}")
-    return found
+            if content[name] != value:
+                raise ValueError(f"{name!r} is there twice, as {value!r} and {content[name]!r}")
+    return content
 
 
 def _reason(error: BaseException) -> str:

@@ -42,7 +42,7 @@ def find_folder(
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
-        found = Path(
+        snapshot = Path(
             snapshot_download(
                 str(model),
                 revision=revision,
@@ -56,7 +56,7 @@ def find_folder(
         raise ConfigError(
             f"model={str(model)!r} is neither a folder nor a checkpoint from the hub ({why})"
         ) from error
-    return _checked(found, model)
+    return _checked(snapshot, model)
 
 
 def _checked(folder: Path, model: str | Path) -> Path:

@@ -22,8 +22,8 @@ _DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 def depth_of(config: PreTrainedConfig) -> int:
     """Returns the number of the head's layers in a text configuration; 1 if it does not say."""
-    found = [getattr(config, name, None) for name in _DEPTHS]
-    return next((int(depth) for depth in found if depth is not None), 1)
+    depths = [getattr(config, name, None) for name in _DEPTHS]
+    return next((int(depth) for depth in depths if depth is not None), 1)
 
 
 def check_head(

@@ -13,7 +13,7 @@ from milepost.models import architectures
 
 def declared_types() -> tuple[str, ...]:
     """Returns the values of `model_types=(...)` in these files, in the order of the registry."""
-    found: list[str] = []
+    types: list[str] = []
     for path in (file for folder in architectures.__path__ for file in _files(folder)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         in_file = [
@@ -23,8 +23,8 @@ def declared_types() -> tuple[str, ...]:
             and node.arg == "model_types"
             and isinstance(node.value, ast.Tuple)
         ]
-        found += [name for _, names in sorted(in_file) for name in names]
-    return tuple(found)
+        types += [name for _, names in sorted(in_file) for name in names]
+    return tuple(types)
 
 
 def _files(folder: str) -> list[Path]:

@@ -64,15 +64,15 @@ def read_settings(
     given = _renamed(given, architecture, kind, _OVERRIDES)
     _check_known(given, settings, architecture, kind)
     _leave_out_others(settings, given, architecture)
-    found = _merged(settings, given)
-    text = found[TEXT] if inner is not None else found
+    merged = _merged(settings, given)
+    text = merged[TEXT] if inner is not None else merged
     refuse_sizes(text)
     if architecture.settle is not None:
         architecture.settle(text)
         refuse_sizes(text)
     _check_lengths(text)
     _drop_unread_length(text)
-    return found
+    return merged
 
 
 def take_same(settings: ConfigValues, name: str, other: str, value: Any, where: str = "") -> None:
@@ -101,10 +101,10 @@ def _inner(
     kind: type[PreTrainedConfig], architecture: Architecture
 ) -> type[PreTrainedConfig] | None:
     """Returns the class of the text part, if a configuration has one."""
-    found = kind.sub_configs.get(TEXT)
-    if found is AutoConfig:
+    text_class = kind.sub_configs.get(TEXT)
+    if text_class is AutoConfig:
         return CONFIG_MAPPING[architecture.text_types[0]]
-    return found if found is None or isinstance(found, type) else None
+    return text_class if text_class is None or isinstance(text_class, type) else None
 
 
 def _fields(kind: type[PreTrainedConfig]) -> set[str]:
@@ -188,7 +188,7 @@ def _gather_rope(settings: ConfigValues, where: str) -> None:
     given = [name for name in (_ROPE, *_ROPE_NAMES, _ORIGINAL) if name in settings]
     if not given or (given == [_ROPE] and settings[_ROPE] is None):
         return
-    found: ConfigValues = {}
+    rope: ConfigValues = {}
     for name in given:
         value = settings.pop(name)
         if name in (_ROPE, "rope_scaling"):
@@ -197,10 +197,10 @@ def _gather_rope(settings: ConfigValues, where: str) -> None:
             if not isinstance(value, dict | None):
                 raise _error(where, f"{name}={value!r} is no object")
             for key, each in (value or {}).items():
-                _take_rope(found, key, f"{name}.{key}", each, where)
+                _take_rope(rope, key, f"{name}.{key}", each, where)
         else:
-            _take_rope(found, name, name, value, where)
-    settings[_ROPE] = found
+            _take_rope(rope, name, name, value, where)
+    settings[_ROPE] = rope
 
 
 def _take_rope(found: ConfigValues, key: str, other: str, value: Any, where: str) -> None:
@@ -251,13 +251,12 @@ def _leave_out_others(own: ConfigValues, given: ConfigValues, architecture: Arch
 
 
 def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigValues:
-    found = dict(own)
+    merged = dict(own)
     for name, value in overrides.items():
-        inner = found.get(name)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+        if isinstance(value, Mapping) and isinstance(inner := merged.get(name), Mapping):
             value = _merged(inner, value)
-        found[name] = value
-    return found
+        merged[name] = value
+    return merged
 
 
 def _check_lengths(text: ConfigValues) -> None:

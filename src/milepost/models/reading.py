@@ -92,12 +92,12 @@ def read_header(file: Path) -> Header:
 
 def read_extents(file: Path, names: Sequence[str]) -> list[Extent]:
     """Returns the extents of the named tensors of a complete file, in the file's order."""
-    header, found = read_header(file), []
+    header, extents = read_header(file), []
     for name in names:
         entry = header.entries[name]
         begin, end = header.bounds(name)
-        found.append(Extent(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end))
-    return sorted(found, key=lambda extent: extent.begin)
+        extents.append(Extent(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end))
+    return sorted(extents, key=lambda extent: extent.begin)
 
 
 class Reader:

@@ -26,12 +26,12 @@ from milepost.models.model_types import unknown_type
 @lru_cache
 def known() -> Mapping[str, Architecture]:
     """Returns `model_type` -> architecture for all that the files of `architectures` declare."""
-    found: dict[str, Architecture] = {}
+    by_type: dict[str, Architecture] = {}
     for architecture in _declared():
         for model_type in architecture.model_types:
-            assert model_type not in found, f"{model_type} is declared once"
-            found[model_type] = architecture
-    return found
+            assert model_type not in by_type, f"{model_type} is declared once"
+            by_type[model_type] = architecture
+    return by_type
 
 
 def _declared() -> Iterator[Architecture]:
@@ -42,10 +42,10 @@ def _declared() -> Iterator[Architecture]:
 def find_architecture(model_type: object) -> Architecture:
     """Returns the architecture for a `model_type`. Raises UnsupportedModelError, which lists the
     known ones."""
-    found = known().get(model_type) if isinstance(model_type, str) else None
-    if found is None:
+    architecture = known().get(model_type) if isinstance(model_type, str) else None
+    if architecture is None:
         raise unknown_type(model_type, known())
-    return found
+    return architecture
 
 
 def refuse_unsupported(config: PreTrainedConfig, architecture: Architecture) -> None:

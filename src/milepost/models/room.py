@@ -83,8 +83,8 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="ascii"))
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="ascii"))
+    return int(match[1]) * 1024 if match else None
 
 
 def collect_memory(device: torch.device) -> None:

@@ -26,17 +26,17 @@ _PARTS: Mapping[type[nn.Module], str] = {
 def weigh(model: Decoder) -> dict[tuple[str, str], int]:
     """Returns the bytes of each part's weights by part and form, the largest first. A shared weight
     counts once."""
-    found: Counter[tuple[str, str]] = Counter()
+    num_bytes: Counter[tuple[str, str]] = Counter()
     embedding = model.embedding
-    found["embedding", _form(model, embedding)] = embedding.nbytes
+    num_bytes["embedding", _form(model, embedding)] = embedding.nbytes
     seen = {id(embedding)}
     for part, module in (*_parts(model), (REST, model)):
         for owner in module.modules():
             for parameter in owner.parameters(recurse=False):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    found[part, _form(owner, parameter)] += parameter.nbytes
-    return dict(found.most_common())
+                    num_bytes[part, _form(owner, parameter)] += parameter.nbytes
+    return dict(num_bytes.most_common())
 
 
 def _parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:

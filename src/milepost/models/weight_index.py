@@ -36,14 +36,16 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             _refuse_two_sets(folder, indexed)
             return indexed
         logger.warning("%s: names files that are not there, so %s is loaded", index, _SINGLE)
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for file in [single] if single.is_file() else _own_files(folder):
         with open_weights(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if name in found:
-                    raise WeightsError(f"tensor {name!r} is in two files, {found[name]} and {file}")
-                found[name] = file
-    return found
+                if name in by_name:
+                    raise WeightsError(
+                        f"tensor {name!r} is in two files, {by_name[name]} and {file}"
+                    )
+                by_name[name] = file
+    return by_name
 
 
 def _refuse_two_sets(folder: Path, indexed: Mapping[str, Path]) -> None:

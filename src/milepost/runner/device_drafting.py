@@ -237,8 +237,8 @@ class DeviceDrafting:
             positions, indices = (each + 1 for each in places)
         hidden = self._model.draft(token_ids, before, self._context(arrays, positions))
         logits = self._model.compute_logits(hidden)
-        found = guess(logits, arrays.ints, arrays.temperatures, indices)
-        drafts.copy_(torch.cat((drafts[:, 1:], found[:, None]), 1))
+        guessed = guess(logits, arrays.ints, arrays.temperatures, indices)
+        drafts.copy_(torch.cat((drafts[:, 1:], guessed[:, None]), 1))
         self._before[:num] = hidden
         for place, value in zip(places, (positions, indices), strict=True):
             place.copy_(value)

@@ -47,11 +47,11 @@ class Beginning:
 def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[Beginning]:
     """Returns a beginning for each request that samples; `runs` are their tokens, in the order of
     the plan."""
-    found, first = [], 0
+    rows, first = [], 0
     sampling = [sequence for sequence in plan.sequences if sequence.samples]
     for sequence, run in zip(sampling, runs, strict=True):
         num_accepted = len(run) - 1
-        found.append(
+        rows.append(
             Beginning(
                 number=sequence.number,
                 row=first + num_accepted,
@@ -61,7 +61,7 @@ def beginnings(plan: StepPlan, runs: Sequence[Sequence[SampledToken]]) -> list[B
             )
         )
         first += 1 + sequence.num_drafts
-    return found
+    return rows
 
 
 class Drafting:

@@ -241,9 +241,9 @@ class GraphSplit:
 
     def __init__(self, model: Decoder) -> None:
         by_layer = [_attention(parts) for parts in model.parts_by_layer]
-        self.num_first = next((index for index, found in enumerate(by_layer) if found), 0)
+        self.num_first = next((index for index, operations in enumerate(by_layer) if operations), 0)
         """Number of layers in the first piece; 0 if there is only one piece."""
-        late = {operation for found in by_layer for operation in found}
+        late = {operation for operations in by_layer for operation in operations}
         late.update(model.ending)
         self.first = tuple(each for each in model.operations if each not in late)
         """Operations that are laid out for the first piece."""

@@ -186,12 +186,12 @@ def rows_of(
     """Returns the tokens of a step that stand for pictures; None if there are none."""
     if pictures is None or not plan.has_pictures:
         return None
-    found = list(parts(plan.sequences, merge_size))
+    picture_parts = list(parts(plan.sequences, merge_size))
     columns = ("tokens", "rows", "columns")
-    places = [np.concatenate([getattr(part, name) for part in found]) for name in columns]
+    places = [np.concatenate([getattr(part, name) for part in picture_parts]) for name in columns]
     sent = pictures.send(np.stack(places))
     return PictureRows(
         tokens=sent[0],
-        embeddings=torch.cat([pictures.embeddings_of(part) for part in found]),
+        embeddings=torch.cat([pictures.embeddings_of(part) for part in picture_parts]),
         positions=sent[1:].int(),
     )

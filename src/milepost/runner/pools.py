@@ -88,8 +88,8 @@ class Pools:
 
     @property
     def has_float8_kv(self) -> bool:
-        found = self.all_kv if self.all_kv is not None else self.all_windows
-        return found is not None and found.dtype == FP8
+        pages = self.all_kv if self.all_kv is not None else self.all_windows
+        return pages is not None and pages.dtype == FP8
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Copies whole pages in every layer, with the states stored with them. Moves run in order:
@@ -119,8 +119,10 @@ class Pools:
             if state.records is not None:
                 tensors.append(state.records)
         tensors += self.conv_records.values()
-        found = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, tensors)}
-        return list(found.values())
+        by_address = {
+            storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, tensors)
+        }
+        return list(by_address.values())
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the KV of a page's first tokens to another page, in every layer. The state stored

@@ -40,14 +40,14 @@ def score_prompts(
 ) -> list[PromptScores]:
     """Scores the prompts of all sequences that ask for it; `hidden` [T, features] is the whole
     step's. Waits for the device."""
-    found, first = [], 0
+    scores, first = [], 0
     for sequence in plan.sequences:
         if sequence.scoring is not None:
             tokens = list(_score(sequence.scoring, hidden, first, compute_logits))
             start = sequence.start + 1
-            found.append(PromptScores(number=sequence.number, start=start, tokens=tokens))
+            scores.append(PromptScores(number=sequence.number, start=start, tokens=tokens))
         first += sequence.num_tokens
-    return found
+    return scores
 
 
 def _score(

@@ -43,8 +43,8 @@ def replay(records: Iterable[Record], runner: Runner) -> Iterator[tuple[StepResu
 
 def digest(pools: Pools) -> str:
     """Returns a digest of all bytes in the pools."""
-    found = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for storage in pools.storages():
         held = torch.empty(0, dtype=torch.uint8, device=pools.device).set_(storage)
-        found.update(held.cpu().numpy().data)
-    return found.hexdigest()
+        hasher.update(held.cpu().numpy().data)
+    return hasher.hexdigest()

@@ -150,9 +150,9 @@ def _aligned(offset: int) -> int:
 def _arrays(batch: Any) -> list[np.ndarray]:
     """Returns the arrays in the order of the fields. This runs in every step, while the device may
     wait."""
-    found: list[np.ndarray] = []
-    _gather(batch, found)
-    return found
+    arrays: list[np.ndarray] = []
+    _gather(batch, arrays)
+    return arrays
 
 
 def _gather(batch: Any, found: list[np.ndarray]) -> None:

@@ -61,10 +61,10 @@ class RecentGraphs(Generic[Key, Graph]):
     def find(self, key: Key) -> Graph | None:
         """Returns the graph of a run that is about to begin, if there is one."""
         self._num_since += 1
-        found = self._graphs.get(key)
-        if found is not None:
+        captured = self._graphs.get(key)
+        if captured is not None:
             self._graphs.move_to_end(key)
-        return found
+        return captured
 
     def deserves(self, key: Key) -> bool:
         """Whether to capture a run that has no graph: it was seen before, and graphs do not

@@ -89,10 +89,10 @@ class Clients:
 
     def due(self, now_s: float) -> list[int]:
         """Returns the numbers of the requests that are sent by now."""
-        found = []
+        numbers = []
         while self._heap and self._heap[0][0] <= now_s:
             sent_s, number = heapq.heappop(self._heap)
-            found.append(number)
+            numbers.append(number)
             if number not in self._tries:
                 self._tries[number] = _Try(sent_s)
                 self.asked.num_asked += 1
@@ -100,18 +100,18 @@ class Clients:
                 times_out_s = sent_s + self._patience.timeout_s
                 entry = times_out_s, number, self._tries[number].num
                 heapq.heappush(self._timeouts, entry)
-        return found
+        return numbers
 
     def timed_out(self, now_s: float) -> list[int]:
         """Returns the numbers of the requests that are given up by now; some come again."""
-        found = []
+        numbers = []
         while self._timeouts and self._timeouts[0][0] <= now_s:
             _, number, num = heapq.heappop(self._timeouts)
             tried = self._tries.get(number)
             if tried is not None and tried.num == num:
-                found.append(number)
+                numbers.append(number)
                 self._try_again(number, now_s, None)
-        return found
+        return numbers
 
     def refused(self, number: int, now_s: float, retry_after_s: float) -> None:
         """Records that a request was refused, or ended, because of its wait."""

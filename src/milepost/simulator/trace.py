@@ -216,7 +216,7 @@ def _parse(line: str, where: str, ids: PageIds) -> TraceRequest:
 def _pictures(row: dict[str, Any], where: str) -> tuple[Picture, ...]:
     given = row.get("images") or ()
     try:
-        found = tuple(
+        pictures = tuple(
             Picture(
                 identity=blake2b(repr(id_).encode(), digest_size=IDENTITY_BYTES).digest(),
                 offset=_count({"image": offset}, "image", where, least=0),
@@ -226,10 +226,10 @@ def _pictures(row: dict[str, Any], where: str) -> tuple[Picture, ...]:
             )
             for offset, num_tokens, id_ in given
         )
-        check_pictures(found, row["input_length"])
+        check_pictures(pictures, row["input_length"])
     except (TypeError, ValueError) as error:
         raise TraceError(f"{where}: images={str(given)[:80]}: {error}") from error
-    return found
+    return pictures
 
 
 def _number(row: dict[str, Any], key: str, where: str) -> float:

@@ -75,16 +75,16 @@ class FirstOf:
         self.method = ", ".join(drafter.method for drafter in drafters)
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[Sequence[int]]:
-        found: list[Sequence[int]] = [()] * len(wishes)
+        proposals: list[Sequence[int]] = [()] * len(wishes)
         open_ = list(range(len(wishes)))
         for drafter in self._drafters:
             drafts = drafter.propose([wishes[index] for index in open_])
             for index, tokens in zip(open_, drafts, strict=True):
-                found[index] = tokens
-            open_ = [index for index in open_ if not found[index]]
+                proposals[index] = tokens
+            open_ = [index for index in open_ if not proposals[index]]
             if not open_:
                 break
-        return found
+        return proposals
 
     def is_ready(self, request: Request) -> bool:
         return any(drafter.is_ready(request) for drafter in self._drafters)

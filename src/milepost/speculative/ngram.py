@@ -57,9 +57,9 @@ def follow(texts: dict[int, Occurrences], request: Request, width: int) -> Occur
 def words(chain: Chain, start: int) -> array[int]:
     """Returns the tokens from `start` on to be compared: those of a picture, which have one id
     whatever it shows, are replaced by a word of its own."""
-    found = chain.tokens[start:]
+    words = chain.tokens[start:]
     for each in overlapping(chain.pictures, start, len(chain)):
         first = max(each.offset, start)
         word = PICTURED + int.from_bytes(each.identity[-4:]) % (BREAK - PICTURED)
-        found[first - start : each.end - start] = array("I", [word]) * (each.end - first)
-    return found
+        words[first - start : each.end - start] = array("I", [word]) * (each.end - first)
+    return words

@@ -69,11 +69,11 @@ class SuffixDrafter:
             )
             if places is None:
                 continue
-            found = continuation(
+            continued = continuation(
                 places, min(most, int(self._factor * places.length)), self._min_prob
             )
-            if found.score > best.score:
-                best = found
+            if continued.score > best.score:
+                best = continued
         return best.tokens
 
     def is_ready(self, request: Request) -> bool:

@@ -78,12 +78,12 @@ class Arena:
         self.of(what).copy(first, source.of(what), source_first, num)
         for index, page in enumerate(windows):
             if source.windows is not None:
-                place, found = self.states.tensors[-1][first, index], source.windows[page]
+                place, page_values = self.states.tensors[-1][first, index], source.windows[page]
             else:
                 assert self.windows is not None, "one of both is the device"
-                found = source.states.tensors[-1][source_first, index]
+                page_values = source.states.tensors[-1][source_first, index]
                 place = self.windows[page]
-            place.copy_(found, non_blocking=True)
+            place.copy_(page_values, non_blocking=True)
 
 
 def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
@@ -110,7 +110,7 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
     """Returns an arena with the parts of `memory` in `buffer` [bytes], which holds at least
     `num_bytes`.
     """
-    begin, found = 0, []
+    begin, kinds = 0, []
     for are_states, parts in _shapes(memory):
         tensors, num = [], num_states if are_states else num_pages
         for each, dtype in parts:
@@ -118,8 +118,8 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
             num_bytes = prod(shape) * dtype.itemsize
             tensors.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
             begin += _round_up(num_bytes)
-        found.append(ItemTensors(tensors=tuple(tensors)))
-    return Arena(pages=found[0], states=found[1])
+        kinds.append(ItemTensors(tensors=tuple(tensors)))
+    return Arena(pages=kinds[0], states=kinds[1])
 
 
 def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
@@ -158,15 +158,15 @@ def runs(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, in
     """Merges pairs of places into runs (first, first, number) of consecutive places in both, each
     of at most `most`.
     """
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for one, other in pairs:
-        if found:
-            first, second, num = found[-1]
+        if merged:
+            first, second, num = merged[-1]
             if (one, other) == (first + num, second + num) and num < most:
-                found[-1] = first, second, num + 1
+                merged[-1] = first, second, num + 1
                 continue
-        found.append((one, other, 1))
-    return found
+        merged.append((one, other, 1))
+    return merged
 
 
 def _pin(memory: np.ndarray) -> None:

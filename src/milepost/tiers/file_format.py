@@ -67,11 +67,11 @@ def read_file(
     if os.fstat(file.fileno()).st_size != start + num_bytes:
         raise BadFileError("cut short")
     file.seek(start)
-    found = 0
+    checksum_read = 0
     for piece in contents:
         _read_into(file, piece)
-        found = crc32(piece, found)
-    if found != checksum:
+        checksum_read = crc32(piece, checksum_read)
+    if checksum_read != checksum:
         raise BadFileError("damaged")
     return tokens
 

@@ -217,10 +217,10 @@ class Files:
 
 
 def _parse(file: str) -> FileName | None:
-    found = _NAME.fullmatch(file)
-    if found is None:
+    match = _NAME.fullmatch(file)
+    if match is None:
         return None
-    key, parent, position, what = found.groups()
+    key, parent, position, what = match.groups()
     return FileName(
         what=_KIND_OF[what],
         key=bytes.fromhex(key),

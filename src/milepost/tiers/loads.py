@@ -226,14 +226,14 @@ class Loads:
         """Allocates places in host memory for items to be read from disk."""
         host, disk = self._holdings.host, self._holdings.disk
         sources = [self._holdings.find(each.what, each.key) for each in missing]
-        found = [item for item in sources if item is not None]
-        num_states = sum(item.what == "state" for item in found)
-        parent = found[0].parent if found else b""
-        are_all = len(found) == len(missing)
-        if not are_all or not host.make_room(len(found) - num_states, num_states, parent, []):
+        items = [item for item in sources if item is not None]
+        num_states = sum(item.what == "state" for item in items)
+        parent = items[0].parent if items else b""
+        are_all = len(items) == len(missing)
+        if not are_all or not host.make_room(len(items) - num_states, num_states, parent, []):
             load.is_possible = False
             return
-        for arrival, item in zip(missing, found, strict=True):
+        for arrival, item in zip(missing, items, strict=True):
             disk.pin((item,))
             load.pinned.append((disk, item))
             disk.touch(item)

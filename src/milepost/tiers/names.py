@@ -58,10 +58,10 @@ class Finds:
     def end_round(self) -> News:
         """Returns the news of a complete round through the folders."""
         new, waiting = set(self._new), self._waiting
-        found, rest = _with_their_pages([*waiting, *self._new], self._head)
+        whole, rest = _with_their_pages([*waiting, *self._new], self._head)
         needed, rest = self._parted(rest)
         self._new, self._waiting = [], [name for name in rest if name in new]
-        return News(found=found + needed, loose=[name for name in rest if name not in new])
+        return News(found=whole + needed, loose=[name for name in rest if name not in new])
 
     def _parted(self, rest: list[FileName]) -> tuple[list[FileName], list[FileName]]:
         """Splits parts into those that a registered item needs and the others."""

@@ -102,9 +102,9 @@ class Reach:
         if is_state:
             self._set_state(key)
             return
-        found, has_states = self._find(key), self._holdings.has_states
-        if found is not None:
-            self._graph.add(key, *found)
+        known, has_states = self._find(key), self._holdings.has_states
+        if known is not None:
+            self._graph.add(key, *known)
             if not has_states:
                 self._graph.hang(key, key, self._places("page", key))
             return
@@ -138,20 +138,20 @@ class Reach:
     def _items(self, what: What, key: bytes) -> list[Item]:
         """Returns the copies that can be read in host memory and on disk."""
         holdings = self._holdings
-        found = [ready(holdings.host.get(what, key))]
+        copies = [ready(holdings.host.get(what, key))]
         if not holdings.disk_rests:
-            found.append(ready(holdings.disk.get(what, key)))
-        return [item for item in found if item is not None]
+            copies.append(ready(holdings.disk.get(what, key)))
+        return [item for item in copies if item is not None]
 
     def _places(self, what: What, key: bytes) -> tuple[Where, ...]:
         """Returns the places from which an item can be loaded, as far as that does not depend on
         other pages.
         """
-        found = self._items(what, key)
-        if what == "state" and found and found[0].position % self._holdings.page_size:
-            found = found if self._items("tail", key) else []
+        copies = self._items(what, key)
+        if what == "state" and copies and copies[0].position % self._holdings.page_size:
+            copies = copies if self._items("tail", key) else []
         host = self._holdings.host.get(what, key)
-        return tuple("host" if item is host else "disk" for item in found)
+        return tuple("host" if item is host else "disk" for item in copies)
 
     @property
     def are_unread(self) -> bool:

@@ -216,19 +216,19 @@ class Stores:
     ) -> list[list[_Source]]:
         """Returns an item and the pages it needs, as far as host memory lacks them, the item last,
         with its tail. Returns nothing if a page has gone."""
-        found = [[source]]
+        needed = [[source]]
         above, depth = source.parent, (source.position - 1) // self._size
         if source.what == "state":
             depth = source.position // self._size
-            found = [parts] if (parts := self._with_tail(source)) else []
+            needed = [parts] if (parts := self._with_tail(source)) else []
         while depth and self._host.get("page", above) is None:
             page = self._page(above, leaving, num_moves)
             if page is None:
                 return []
-            found.append([page])
+            needed.append([page])
             above, depth = page.parent, depth - 1
-        found.reverse()
-        return found
+        needed.reverse()
+        return needed
 
     def _with_tail(self, state: _Source) -> list[_Source]:
         parts = [state] if self._host.get("state", state.key) is None else []

@@ -148,9 +148,9 @@ class Team:
     def reason(self, error: Exception) -> Exception:
         """Returns why the start failed. If another rank was the first to fail, that is its
         error."""
-        found = _errors(self._members)
+        causes = _errors(self._members)
         self.close()
-        return found[0] if isinstance(error, EngineDeadError) and found else error
+        return causes[0] if isinstance(error, EngineDeadError) and causes else error
 
     @property
     def has_lost_one(self) -> bool:

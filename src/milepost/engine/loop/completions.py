@@ -52,8 +52,8 @@ class RunningCompletions:
         """Forgets a group that is over. Returns its requests that were known."""
         numbers = [completion.request.number for completion in group.completions]
         self._held.difference_update(numbers)
-        found = [self._known.pop(number, None) for number in numbers]
-        return [known[1].request for known in found if known is not None]
+        forgotten = [self._known.pop(number, None) for number in numbers]
+        return [known[1].request for known in forgotten if known is not None]
 
     def groups(self) -> list[RequestGroup]:
         """Returns the groups with requests that are known."""

@@ -118,9 +118,9 @@ class EngineThread:
         """Runs steps until `is_enough`, and returns the `result` then. Returns None if they have to
         go on: after SLICE_S, or after one step while other callers wait. Raises what `Engine.step`
         raises."""
-        found: list[T] = []
-        self.run(self._advance, is_enough, lambda: found.append(result()))
-        return found[0] if found else None
+        results: list[T] = []
+        self.run(self._advance, is_enough, lambda: results.append(result()))
+        return results[0] if results else None
 
     def _advance(self, is_enough: Callable[[], bool], end: Callable[[], object]) -> bool:
         """Runs steps for a while. Returns whether that was enough, and then `end` was called."""

@@ -139,10 +139,10 @@ class TextDetokenizer:
         first."""
         finds = self._num_tokens > self._min_tokens
         ends = [(stop.advance(piece, finds=finds), stop.text) for stop in self._stops]
-        found = [(end - len(text), end, text) for end, text in ends if end is not None]
-        if not found:
+        matches = [(end - len(text), end, text) for end, text in ends if end is not None]
+        if not matches:
             return None
-        start, end, text = min(found, key=lambda match: match[0])
+        start, end, text = min(matches, key=lambda match: match[0])
         cut = len(held) - len(piece) + (end if self._keeps_stop else start)
         self._safe.append(held[:cut])
         self._held = ""

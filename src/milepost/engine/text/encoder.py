@@ -82,9 +82,9 @@ class Encoder:
             return [list(encode(text)) for text in texts]
 
         size = sum(map(len, texts))
-        found = await self._encode_here(here, texts, size, is_cut=is_cut)
-        if found is not None:
-            return found
+        result = await self._encode_here(here, texts, size, is_cut=is_cut)
+        if result is not None:
+            return result
         encoded = await self._encode_apart(
             [Text(text) for text in texts], is_cut=is_cut, add_special_tokens=add_special_tokens
         )

@@ -102,8 +102,8 @@ def _shares(plain: dict[str, Any]) -> np.ndarray:
 def _byte_level() -> dict[str, int]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [octet for octet in range(256) if octet not in plain]
-    found = {chr(octet): octet for octet in plain}
-    return found | {chr(256 + index): octet for index, octet in enumerate(others)}
+    as_itself = {chr(octet): octet for octet in plain}
+    return as_itself | {chr(256 + index): octet for index, octet in enumerate(others)}
 
 
 BYTE_LEVEL = _byte_level()

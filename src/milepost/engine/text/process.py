@@ -104,14 +104,14 @@ class TextProcess:
     async def encode(self, texts: Texts) -> list[Encoded]:
         """Raises InvalidRequestError, and UnicodeError for what is no text. When its caller is
         cancelled the work ends at once."""
-        found, status = await self._ask(self._encoder.encode(texts), None)
-        if found is None:
+        reply_bytes, status = await self._ask(self._encoder.encode(texts), None)
+        if reply_bytes is None:
             raise InvalidRequestError(
                 f"the text could not be tokenized: its process ended with status {status}. It may "
                 "need more memory than there is: send less text, or token ids"
             )
-        replies = self._texts.decode(found)
-        if len(found) > MAX_AT_ONCE:
+        replies = self._texts.decode(reply_bytes)
+        if len(reply_bytes) > MAX_AT_ONCE:
             return await asyncio.to_thread(lambda: list(map(_encoded, replies)))
         return list(map(_encoded, replies))
 
@@ -120,15 +120,15 @@ class TextProcess:
         once if its caller is cancelled."""
         message = self._encoder.encode(asked)
         try:
-            found, status = await self._ask(message, PATIENCE * asked.limit_s)
+            reply_bytes, status = await self._ask(message, PATIENCE * asked.limit_s)
         except TimeoutError:
             return too_slow(asked.limit_s), None
-        if found is None:
+        if reply_bytes is None:
             if status == -signal.SIGVTALRM:
                 return too_slow(asked.limit_s), None
             why = f"the chat template ended its process with status {status}"
             return Rendered(refusal=why), None
-        reply = self._chats.decode(found)
+        reply = self._chats.decode(reply_bytes)
         if reply.replies is None:
             return reply.rendered, None
         encoded = [_encoded(each) for each in reply.replies]
@@ -139,12 +139,12 @@ class TextProcess:
         """Returns the answer, or None and the exit status if the process ends first."""
         try:
             await self.start()
-            found = await self._child.ask(message, timeout_s)
+            reply_bytes = await self._child.ask(message, timeout_s)
         except BaseException:
             self._child.kill()
             raise
-        status = 0 if found is not None else await self._child.ended()
-        return found, status or 0
+        status = 0 if reply_bytes is not None else await self._child.ended()
+        return reply_bytes, status or 0
 
     async def close(self) -> None:
         await self._child.close()

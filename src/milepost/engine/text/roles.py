@@ -39,19 +39,20 @@ def with_system_first(
 def equivalents(messages: Sequence[ChatMessage], joint: str) -> Iterator[list[ChatMessage]]:
     """Yields equivalent conversations to try in turn if a template refuses this one: with a user
     message, without a system message, starting with the user, and with alternating roles."""
-    found = list(messages)
-    if all(_role(message) != "user" for message in found):
-        found = _with_user(found)
-        yield found
-    if _role(found[0]) in SYSTEM:
-        said = found[:2] if len(found) > 1 and _role(found[1]) == "user" else found[:1]
-        found = [_as_user(_joined(said, joint)), *found[len(said) :]]
-        yield found
-    if _role(found[0]) == "assistant":
-        found = [_NOTHING, *found]
-        yield found
-    taken = _in_turns(found, joint)
-    if len(taken) < len(found):
+    conversation = list(messages)
+    if all(_role(message) != "user" for message in conversation):
+        conversation = _with_user(conversation)
+        yield conversation
+    if _role(conversation[0]) in SYSTEM:
+        has_question = len(conversation) > 1 and _role(conversation[1]) == "user"
+        said = conversation[: 1 + has_question]
+        conversation = [_as_user(_joined(said, joint)), *conversation[len(said) :]]
+        yield conversation
+    if _role(conversation[0]) == "assistant":
+        conversation = [_NOTHING, *conversation]
+        yield conversation
+    taken = _in_turns(conversation, joint)
+    if len(taken) < len(conversation):
         yield taken
 
 
@@ -87,15 +88,15 @@ def _with_user(messages: list[ChatMessage]) -> list[ChatMessage]:
 def _in_turns(messages: list[ChatMessage], joint: str) -> list[ChatMessage]:
     """Returns the messages with neighbours of the user joined, and those of the assistant without
     calls."""
-    found: list[ChatMessage] = []
+    turns: list[ChatMessage] = []
     for message in messages:
-        is_same = bool(found) and _role(found[-1]) == _role(message)
+        is_same = bool(turns) and _role(turns[-1]) == _role(message)
         is_plain = _role(message) in ("user", "assistant") and not message.get("tool_calls")
-        if is_same and is_plain and not found[-1].get("tool_calls"):
-            found[-1] = _joined([found[-1], message], joint)
+        if is_same and is_plain and not turns[-1].get("tool_calls"):
+            turns[-1] = _joined([turns[-1], message], joint)
         else:
-            found.append(message)
-    return found
+            turns.append(message)
+    return turns
 
 
 def _joined(messages: Sequence[ChatMessage], joint: str) -> ChatMessage:

@@ -111,10 +111,10 @@ class Quantization:
     def _holds(self, path: str, examples: Iterable[str], form: LowPrecision) -> bool:
         if isinstance(form, Fp8Precision) and form.strategy == "none":
             return not any(self.is_left(each) for each in (path, *examples))
-        found = [f"{each}.{marker}" for each in examples for marker in form.markers]
+        candidates = [f"{each}.{marker}" for each in examples for marker in form.markers]
         if isinstance(form, Fp8Precision):
-            found.append(f"{path}.gate_up_proj_scale_inv")
-        return any(name in self.names for name in found)
+            candidates.append(f"{path}.gate_up_proj_scale_inv")
+        return any(name in self.names for name in candidates)
 
 
 def on_the_fly() -> Quantization:

@@ -70,10 +70,10 @@ def read_compressed(settings: Mapping[str, Any]) -> RuleSet:
     }
     # A group that names modules is more specific than one that names a class.
     ordered = sorted(groups.items(), key=lambda group: bool(_classes(group[1])))
-    found = tuple(_read_group(name, group, settings.get("format")) for name, group in ordered)
+    read_groups = tuple(_read_group(name, group, settings.get("format")) for name, group in ordered)
     if not groups and not settings.get("kv_cache_scheme"):
         raise UnsupportedModelError("quantization_config has no config_groups")
-    return found, any_of(settings.get("ignore"), "ignore")
+    return read_groups, any_of(settings.get("ignore"), "ignore")
 
 
 def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Group:

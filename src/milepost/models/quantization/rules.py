@@ -119,6 +119,6 @@ def _ends(path: str) -> list[int]:
 
 def _matcher(pattern: str, what: str) -> Rule:
     if pattern.startswith("re:"):
-        found = expression(pattern[3:], what)
-        return found.match
+        compiled = expression(pattern[3:], what)
+        return compiled.match
     return lambda path: f".{pattern}." in f".{path}."

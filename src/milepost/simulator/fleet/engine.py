@@ -100,19 +100,19 @@ class FleetEngine:
 
     def run(self, now_s: float) -> list[Progress]:
         """Handles what is over by now, and begins the next step. Returns the requests' progress."""
-        found: list[Progress] = []
+        progress: list[Progress] = []
         if self._step is not None:
             if self._end_s > now_s:
-                return found
+                return progress
             plan, seconds = self._step
             self._step = None
-            found = self.scheduler.update(plan, outcome(plan, seconds))
+            progress = self.scheduler.update(plan, outcome(plan, seconds))
             self.scheduler.outside.tell()
         for part in self._outside:
             part.settle(now_s)
         if self.scheduler.has_work:
             self._begin(now_s)
-        return found
+        return progress
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError, and QueueWaitError."""

@@ -71,16 +71,16 @@ class Pages:
 
     def depths(self, keys: Sequence[bytes]) -> dict[int, int]:
         """Returns the number of a prompt's first pages at each engine that has any."""
-        found: dict[int, int] = {}
+        depths: dict[int, int] = {}
         known = self._holders.get(keys[0], 0) if keys else 0
         for depth, key in enumerate(keys):
             holders = known & self._holders.get(key, 0)
-            _note(found, known & ~holders, depth)
+            _note(depths, known & ~holders, depth)
             known = holders
             if not known:
-                return found
-        _note(found, known, len(keys))
-        return found
+                return depths
+        _note(depths, known, len(keys))
+        return depths
 
 
 def _note(found: dict[int, int], engines: int, depth: int) -> None:

@@ -124,8 +124,8 @@ class BlockPool:
 def aligned_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Places states at the last block boundaries of the prompt and of the KV cached for it."""
     last = floor(facts.prompt_length - 1, facts.block_size)
-    found = {last: Kind.PROMPT_END} | dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
-    return {p: found[p] for p in sorted(found) if start < p <= end}
+    kinds = {last: Kind.PROMPT_END} | dict.fromkeys(facts.branch_points, Kind.BRANCH_POINT)
+    return {p: kinds[p] for p in sorted(kinds) if start < p <= end}
 
 
 @dataclass(slots=True)

@@ -61,15 +61,15 @@ class OnePool:
         num_kv = 0
         while num_kv < len(ends) and ("kv", ends[num_kv]) in self.blocks:
             num_kv += 1
-        found = min(num_kv, limit // self.block_size)
-        while found and ("state", ends[found - 1]) not in self.blocks:
-            found -= 1
-        report = self._report(chain, ends[:num_kv], found)
+        num_resumed = min(num_kv, limit // self.block_size)
+        while num_resumed and ("state", ends[num_resumed - 1]) not in self.blocks:
+            num_resumed -= 1
+        report = self._report(chain, ends[:num_kv], num_resumed)
         return Match(
             path=Path(chain, None),
             checkpoint=None,
             state_length=report.state_length,
-            branch_points=(num_kv * self.block_size,) if num_kv > found else (),
+            branch_points=(num_kv * self.block_size,) if num_kv > num_resumed else (),
             num_seen=0,
             report=report,
             version=0,
