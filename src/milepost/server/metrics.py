@@ -17,6 +17,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     GCCollector,
+    Info,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -66,7 +67,7 @@ class RequestMetrics:
         """Our metrics, without the labels that all have."""
         self._engine = _Snapshot()
         self._registry.register(self._engine)
-        self._registry.register(_BuildInfo(build))
+        Info("milepost:build", "What runs.", registry=self._registry).info(dict(build))
         self._exposed = CollectorRegistry()
         """All that a scrape returns."""
         ours = ExposedMetrics(self._registry.collect, model_name, cache_config, is_asleep)
@@ -172,18 +173,6 @@ class Distribution(Collector):
         family = HistogramMetricFamily(self._name, self._text)
         family.add_metric([], buckets, sum_value=self._sum)
         yield family
-
-
-class _BuildInfo(Collector):
-    """A gauge with the value 1, whose labels name the running versions."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-
-    def collect(self) -> Iterator[Family]:
-        info = GaugeMetricFamily("milepost:build_info", "What runs.", labels=list(self._labels))
-        info.add_metric(list(self._labels.values()), 1)
-        yield info
 
 
 class _Snapshot(Collector):
