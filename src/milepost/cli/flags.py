@@ -7,15 +7,14 @@ new flag.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import CoercionError, Group, Parameter, Token, convert
+from docstring_parser import parse_from_object
 
 from milepost.errors import ConfigError
 
@@ -141,20 +140,10 @@ def field_docs(config: type) -> Mapping[str, str]:
     """Returns the docstring under each field of a dataclass, as one paragraph."""
     docs: dict[str, str] = {}
     for kind in reversed(config.__mro__[:-1]):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(body, ast.ClassDef)
-        for statement, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = _string(below)
-                if text:
-                    docs[statement.target.id] = " ".join(text.split())
+        for described in parse_from_object(kind).params:
+            if described.description:
+                docs[described.arg_name] = " ".join(described.description.split())
     return docs
-
-
-def _string(statement: ast.stmt) -> str | None:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return str(statement.value.value)
-    return None
 
 
 def _flag_type(hint: Any) -> Any:
