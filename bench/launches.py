@@ -158,7 +158,7 @@ def _measure_hits(llm: LLM, depths: list[int], repeats: int) -> list[dict[str, A
     executor = llm.llm_engine.runner.executor
     ways = {"two": (executor._graphs, executor._pieces)}
     whole, graphs = copy.copy(executor._pieces), Graphs()
-    whole.num_first, graphs._pool = 0, executor._graphs._pool
+    whole.num_first, graphs._last = 0, executor._graphs._last
     small = [each for each in executor._graphs._graphs if _holds_a_hit(each)]
     executor._graphs, executor._pieces = ways["one"] = graphs, whole
     executor.capture(small)

@@ -281,7 +281,7 @@ class Price:
     def _captured(self, steps: tuple[int, ...]) -> Graphs:
         """The graphs of these steps, captured as kernels are chosen now."""
         graphs = Graphs()
-        graphs._pool = self._whole._pool
+        graphs._last = self._whole._last
         sizes = [each for each in self._whole._graphs if self._is_used(each, steps)]
         self._executor._graphs = graphs
         largest = largest_step(max_num_seqs=64, max_num_batched_tokens=8192)

@@ -145,7 +145,7 @@ def _measure(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
     """In graphs where there is one for so many."""
     executor, rng = llm.llm_engine.runner.executor, random.Random(num_tokens)
     ours, theirs = executor._graphs, Graphs()
-    theirs._pool = ours._pool
+    theirs._last = ours._last
     captured = [each for each in ours._graphs if not each.decodes and each.num_tokens == num_tokens]
     if captured:
         executor._graphs = theirs
