@@ -39,12 +39,6 @@ def test_a_class_has_no_more_public_methods_than_can_be_remembered():
 
 MAX_PARAMETERS = {"host": 8, "device": 20}
 """Parameters of a function in kernels: more are passed as structures."""
-MORE_PARAMETERS = {
-    "norm/__init__.py:add_norm": 9,
-    "norm/triton.py:add_norm": 9,
-    "products/__init__.py:multiply": 9,
-}
-"""Functions with more, each with its limit."""
 
 
 def num_parameters(root):
@@ -64,7 +58,4 @@ def num_parameters(root):
 def test_functions_of_kernels_take_structures_instead_of_many_parameters():
     functions = list(num_parameters(ROOT / "kernels"))
     assert {place for place, _, _ in functions} == set(MAX_PARAMETERS)
-    limits = {
-        name: MORE_PARAMETERS.get(name, MAX_PARAMETERS[place]) for place, name, _ in functions
-    }
-    assert not {name: n for _, name, n in functions if n > limits[name]}
+    assert not {name: n for place, name, n in functions if n > MAX_PARAMETERS[place]}

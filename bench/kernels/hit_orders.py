@@ -29,6 +29,7 @@ from torch import Tensor
 from milepost.kernels import products
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms.matrix import Epilogue, Form
 from milepost.kernels.products.run import Multiplication
 from milepost.kernels.products.table import PRODUCTS
@@ -72,8 +73,8 @@ def main() -> int:
 
 def survey(form: str, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
     """Yields a row for each number of few rows."""
-    free = make_weight(form, *shape, batch_invariant=False)
-    fixed = replace(free, batch_invariant=True)
+    free = make_weight(form, *shape, order=SumOrder.FREE)
+    fixed = replace(free, order=SumOrder.FIXED)
     hidden = make_rows(max(MANY), shape[1]).cuda().bfloat16()
     whole = {num: _multiply(hidden[:num], free) for num in MANY}
     ours = _multiply(hidden, fixed)
@@ -86,26 +87,30 @@ def survey(form: str, shape: tuple[int, int]) -> Iterator[dict[str, Any]]:
     for num in FEW:
         own = hidden[:num].contiguous()
         row: dict[str, Any] = {"rows": num}
-        ways = ("decode", free, False), ("prefill", free, True), ("invariant", fixed, False)
-        for way, weight, like_many in ways:
-            product = _multiply(own, weight, like_many=like_many)
+        ways = {
+            "decode": (free, SumOrder.FREE),
+            "prefill": (free, SumOrder.LIKE_MANY),
+            "invariant": (fixed, SumOrder.FREE),
+        }
+        for way, (weight, order) in ways.items():
+            product = _multiply(own, weight, order=order)
             row[way] = {
-                "kernel": _name(own, weight, like_many=like_many),
-                "us": _time(own, weight, like_many=like_many),
+                "kernel": _name(own, weight, order=order),
+                "us": _time(own, weight, order=order),
                 "as many": [_equal(product, whole[many]) for many in MANY],
             }
         yield row
 
 
-def _multiply(rows: Tensor, weight: Form, *, like_many: bool = False) -> Tensor:
+def _multiply(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) -> Tensor:
     """As an output projection: partials are added up by the next norm."""
-    product = products.multiply(rows, weight, epilogue=Epilogue.PARTIALS, like_many=like_many)
+    product = products.multiply(rows, weight, epilogue=Epilogue.PARTIALS, order=order)
     assert isinstance(product, Tensor)
     return product if product.dim() == 2 else product.sum(1).to(rows.dtype)
 
 
-def _name(rows: Tensor, weight: Form, *, like_many: bool = False) -> str:
-    how = {"epilogue": Epilogue.PARTIALS, "like_many": like_many}
+def _name(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) -> str:
+    how = {"epilogue": Epilogue.PARTIALS, "order": order}
     given = Multiplication(as_activations(rows), weight, **how)
     choice = PRODUCTS.choose(given.product, probe(rows.device))
     return "none" if choice is None else f"{choice.kernel.name}: {choice.order}"
@@ -117,10 +122,10 @@ def _equal(found: Tensor, expected: Tensor) -> float:
     return round(float(same.float().mean()), 4)
 
 
-def _time(rows: Tensor, weight: Form, *, like_many: bool = False) -> float:
+def _time(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) -> float:
     copies = max(2, min(24, LEAST_BYTES // (weight.num_outputs * weight.num_inputs)))
     weights = [replace(weight, values=weight.values.clone()) for _ in range(copies)]
-    how = {"epilogue": Epilogue.PARTIALS, "like_many": like_many}
+    how = {"epilogue": Epilogue.PARTIALS, "order": order}
     calls = [partial(products.multiply, rows, each, **how) for each in weights]
     return round(time_us(calls), 2)
 

@@ -12,6 +12,7 @@ import torch
 from milepost import LLM
 from milepost.engine.outputs import CompletionOutput
 from milepost.kernels import norm
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, multiply_heads
 from milepost.runner.device import DeviceExecutor
 from tests.engines import ask_all, logprobs, open_llm, sampled, save_tiny, tokens
@@ -93,7 +94,7 @@ def test_rows_of_norms_heads_and_likelihoods() -> None:
 
     def make(num: int) -> dict[str, torch.Tensor]:
         own = slice(num)
-        how = {"batch_invariant": True}
+        how = {"order": SumOrder.FIXED}
         return {
             "norm": norm.add_norm(hidden[own], delta[own], scale, 1e-6, **how)[1],
             "post norm": torch.nn.functional.rms_norm(hidden[own].float(), (4096,), eps=1e-6),

@@ -14,6 +14,7 @@ from milepost.kernels.attention import run
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.attention_cases import Case, Step
@@ -79,7 +80,7 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
         pytest.skip("blocks are not whole")
     weight, chip = dict(forms(*shape))[form], probe(torch.device("cuda"))
     rows = make_rows(2048, shape[1]).cuda().bfloat16()
-    how = {"epilogue": Epilogue.PARTIALS, "like_many": True}
+    how = {"epilogue": Epilogue.PARTIALS, "order": SumOrder.LIKE_MANY}
     many = products.multiply(rows, weight, **how)
     different, are_split = {}, []
     for num in (17, 33, 48, 64, 65, 72, 96, 128, 129, 200, 256, 384, 512):
@@ -98,7 +99,7 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
 def test_few_norms_of_a_prefill_have_the_bits_of_many(num_rows: int) -> None:
     hidden, delta = (torch.randn(2048, 2048, device="cuda").bfloat16() for _ in range(2))
     scale = torch.rand(2048, device="cuda")
-    how = {"emit": Emit.BOTH, "like_many": True}
+    how = {"emit": Emit.BOTH, "order": SumOrder.LIKE_MANY}
     total, normed = norm.add_norm(hidden, delta, scale, 1e-6, **how)
     own = slice(2048 - num_rows, None)
     few_total, few = norm.add_norm(hidden[own], delta[own], scale, 1e-6, **how)
@@ -111,7 +112,7 @@ def test_few_norms_of_a_prefill_have_the_bits_of_many(num_rows: int) -> None:
 def test_tokens_after_a_hit_attend_as_in_a_cold_run(num_new: int) -> None:
     """The same KV and queries: the cold run has them all, the hit the last ones."""
     how = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 256, "dtype": torch.bfloat16}
-    case = Case(starts=(0,), lengths=(1300,), num_programs=132, like_many=True, **how)
+    case = Case(starts=(0,), lengths=(1300,), num_programs=132, order=SumOrder.LIKE_MANY, **how)
     cold = Step(case, "cuda")
     hit = Step(replace(case, starts=(1300 - num_new,), lengths=(num_new,)), "cuda")
 
@@ -122,7 +123,7 @@ def test_tokens_after_a_hit_attend_as_in_a_cold_run(num_new: int) -> None:
 
     given = cold.query, cold.gate
     assert torch.equal(attend(hit, hit.items()), attend(cold, cold.items())[-num_new:])
-    hit.case = replace(hit.case, like_many=False)
+    hit.case = replace(hit.case, order=SumOrder.FREE)
     assert hit.items().num_partials, "without it tiles are cut"
 
 

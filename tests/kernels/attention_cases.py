@@ -16,6 +16,7 @@ from milepost.kernels.attention import PagedKV, pages, reference, rows, table
 from milepost.kernels.attention import items as work
 from milepost.kernels.attention.tiles import NARROW_ROWS, ItemShapes
 from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import FP8, round_fp8
 from tests.batches import Part, build_batch, build_pages
 
@@ -47,8 +48,7 @@ class Case:
     least_rows: int = NARROW_ROWS
     capacity: Capacity | None = None
     window: int | None = None
-    like_many: bool = False
-    batch_invariant: bool = False
+    order: SumOrder = SumOrder.FREE
 
 
 class Step:
@@ -128,8 +128,7 @@ class Step:
             num_programs=case.num_programs,
             max_dequantised=case.max_dequantised,
             window=case.window,
-            like_many=case.like_many,
-            batch_invariant=case.batch_invariant,
+            order=case.order,
         )
         tables = self.tables if share else None
         return work.lay_out(case.starts, case.lengths, self.rows, tiling, tables)

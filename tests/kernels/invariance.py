@@ -14,6 +14,7 @@ from torch import Tensor
 
 from milepost.kernels import products
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Raw
 from milepost.kernels.products.table import PRODUCTS, Product
@@ -37,9 +38,11 @@ class Difference(NamedTuple):
     num_different: int
 
 
-def make_weight(form: str, *shape: int, device: str = "cuda", batch_invariant: bool = True) -> Form:
+def make_weight(
+    form: str, *shape: int, device: str = "cuda", order: SumOrder = SumOrder.FIXED
+) -> Form:
     """A weight [O, I], or a stack of them, with one order for any number of rows."""
-    how = {"batch_invariant": batch_invariant}
+    how = {"order": order}
     if form == "raw":
         values = torch.randn(*shape, device=device).bfloat16() * shape[-1] ** -0.5
         return Raw(values=values, **how)
@@ -75,8 +78,8 @@ class Routing(NamedTuple):
         return Routing(*own, self.up, self.down)
 
 
-def make_routing(form: str, device: str = "cuda", *, batch_invariant: bool = True) -> Routing:
-    how: dict[str, Any] = {"device": device, "batch_invariant": batch_invariant}
+def make_routing(form: str, device: str = "cuda", *, order: SumOrder = SumOrder.FIXED) -> Routing:
+    how: dict[str, Any] = {"device": device, "order": order}
     random = torch.Generator().manual_seed(1)
     chosen = torch.stack(
         [torch.randperm(NUM_EXPERTS, generator=random)[:NUM_CHOSEN] for _ in range(MOST_ROWS)]
@@ -115,7 +118,7 @@ def survey_products(form: str, shape: tuple[int, int]) -> Iterator[dict[str, Any
 
 def survey_experts(form: str) -> Iterator[dict[str, Any]]:
     """As `survey_products`, for all kernels of experts."""
-    given = make_routing(form, batch_invariant=False)
+    given = make_routing(form, order=SumOrder.FREE)
     whole = list(_mix_all(given))[-1][1]
     for num in NUM_ROWS:
         for kernel, found in _mix_all(given.of(torch.arange(num, device="cuda"))):

@@ -22,6 +22,7 @@ from milepost.kernels.attention.tiles import (
     ItemShapes,
 )
 from milepost.kernels.layout.batch import Capacity
+from milepost.kernels.platform.tables import SumOrder
 
 PAGE_SIZE, NUM_PAGES = 64, 40
 STARTS = st.one_of(st.integers(0, 300), st.integers(600, 2000))
@@ -76,20 +77,20 @@ def test_a_short_sequence_is_cut_into_whole_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "length", "like_many", "are_whole"),
+    ("start", "length", "order", "are_whole"),
     [
-        (1000, 60, True, True),
-        (1000, 60, False, False),
-        (1000, 300, True, True),
-        (0, 1300, True, True),
-        (0, 1300, False, True),
-        (4000, 60, True, False),  # it would take more than `LIKE_MANY_COST` longer
+        (1000, 60, SumOrder.LIKE_MANY, True),
+        (1000, 60, SumOrder.FREE, False),
+        (1000, 300, SumOrder.LIKE_MANY, True),
+        (0, 1300, SumOrder.LIKE_MANY, True),
+        (0, 1300, SumOrder.FREE, True),
+        (4000, 60, SumOrder.LIKE_MANY, False),  # it would take more than `LIKE_MANY_COST` longer
     ],
 )
 def test_wide_tiles_after_a_hit_are_whole_where_that_costs_little(
-    start: int, length: int, *, like_many: bool, are_whole: bool
+    start: int, length: int, *, order: SumOrder, are_whole: bool
 ) -> None:
-    items = lay_out(Step((start,), (length,), 0), 8, like_many=like_many)
+    items = lay_out(Step((start,), (length,), 0), 8, order=order)
     assert (items.num_partials == 0) == are_whole
     assert bool((items.wide[:, ORDINAL] == -1).all()) == are_whole
 
@@ -285,7 +286,7 @@ def test_with_batch_invariant_items_depend_on_a_tokens_position_alone(
         num_kv_heads=2,
         page_size=PAGE_SIZE,
         num_programs=132,
-        batch_invariant=True,
+        order=SumOrder.FIXED,
     )
     own = range(len(starts))
     items = work.lay_out(starts, lengths, own, tiling, None, decodes)

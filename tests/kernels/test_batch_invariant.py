@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import products
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms.matrix import pack
@@ -34,7 +35,7 @@ FORMS: dict[str, Callable[..., Form]] = {
 
 
 def make(form: str, dtype: torch.dtype, *shape: int) -> Form:
-    weight = replace(FORMS[form](*shape), batch_invariant=True)
+    weight = replace(FORMS[form](*shape), order=SumOrder.FIXED)
     return replace(weight, values=weight.values.to(dtype)) if isinstance(weight, Raw) else weight
 
 
@@ -76,7 +77,7 @@ def test_products_with_packed_weights() -> None:
 def test_products_of_heads(dtype: torch.dtype) -> None:
     weight = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = make_rows(dtype, 72).unflatten(1, (3, 24))
-    how = {"batch_invariant": True}
+    how = {"order": SumOrder.FIXED}
     assert_rows_are_alone(lambda own: products.multiply_heads(own, weight, **how), rows)
 
 
@@ -88,8 +89,8 @@ def test_routed_experts(form: str, scores: Scores, dtype: torch.dtype) -> None:
     router = torch.randn(7, NUM_INPUTS, generator=torch.Generator().manual_seed(4)).to(dtype)
 
     def mix(rows: Tensor) -> Tensor:
-        logits = products.multiply(rows, Raw(values=router, batch_invariant=True))
-        how = {"normalise": True, "scores": scores, "batch_invariant": True}
+        logits = products.multiply(rows, Raw(values=router, order=SumOrder.FIXED))
+        how = {"normalise": True, "scores": scores, "order": SumOrder.FIXED}
         shares, experts = products.route(logits, 3, **how)
         return products.mix(rows, shares, experts, up, down)
 

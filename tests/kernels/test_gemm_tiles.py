@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from milepost.kernels.platform.device import CHIPS
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import Fp4, Int4
 from milepost.kernels.products.portable.tiles import choose_experts, choose_gemm
@@ -19,7 +20,7 @@ ROWS = (0.3, 1, 6, 7, 8, 9, 16, 17, 33, 64, 65, 5000)
 def test_a_row_of_a_fixed_order_is_never_multiplied_by_instructions_for_fewer(
     weight: Matrix, arch: str
 ) -> None:
-    fixed, chip = weight._replace(batch_invariant=True), CHIPS[arch][1]
+    fixed, chip = weight._replace(order=SumOrder.FIXED), CHIPS[arch][1]
     for num_rows in ROWS:
         tiles = choose_gemm(num_rows, fixed, chip), *choose_experts(num_rows, fixed, chip)
         assert all(each.block_m >= 16 and each.is_swapped for each in tiles)

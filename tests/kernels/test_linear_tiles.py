@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from milepost.kernels.platform.device import CHIPS
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Raw
 from milepost.kernels.products.forms.matrix import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
@@ -49,15 +50,15 @@ def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():
     assert tiles_of(65, 2048, 12352) is None
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("order", [SumOrder.FREE, SumOrder.FIXED])
 @pytest.mark.parametrize("num_outputs", [256, 2048, 4096, 8449, 12288, 151_936])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64])
 def test_each_group_of_warps_multiplies_whole_mmas_of_fp8(
-    num_rows: int, num_outputs: int, *, batch_invariant: bool
+    num_rows: int, num_outputs: int, *, order: SumOrder
 ) -> None:
     """Half of the outputs that are multiplied at a time, where they are the rows of the product."""
     sizes = {"num_outputs": num_outputs, "num_inputs": 4096, "rows": BLOCK, "depth": BLOCK}
-    weight = Matrix(form=Fp8, **sizes, batch_invariant=batch_invariant)
+    weight = Matrix(form=Fp8, **sizes, order=order)
     found = tiles.cut_fp8(Product(weight=weight, num_rows=num_rows), H200)
     assert not found.is_swapped or found.mma_n // 2 % tiles.MMA_M == 0
     assert found.split_k == 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from milepost.kernels.attention import PagedKV, rows_per_page
 from milepost.kernels.attention import reference as attention
 from milepost.kernels.attention.rows import lay_out
+from milepost.kernels.platform.tables import SumOrder
 from tests.batches import Part, build_batch, build_pages
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import MixerShapes, Shapes, make_projected
@@ -50,8 +51,8 @@ def test_any_split_gives_the_states_of_one_token_at_a_time(
 def test_sequence_by_sequence_any_split_gives_the_same_states(
     shapes: MixerShapes, dtype: torch.dtype
 ) -> None:
-    """With `batch_invariant`, as pieces of a step, each of which has one sequence."""
-    play(Plain(Kind(shapes=shapes, dtype=dtype, batch_invariant=True)), random.Random(0))
+    """In a FIXED order, as pieces of a step, each of which has one sequence."""
+    play(Plain(Kind(shapes=shapes, dtype=dtype, order=SumOrder.FIXED)), random.Random(0))
 
 
 def test_a_prefill_beside_verifying_sequences_is_what_it_is_alone(shapes: MixerShapes) -> None:
@@ -107,11 +108,11 @@ def test_drafts_attend_as_the_tokens_that_they_are_would(dtype: torch.dtype) -> 
         starts = [start + (s in now) for s, start in enumerate(starts)]
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_sequences_that_only_fold_attend_to_nothing(*, batch_invariant: bool) -> None:
+@pytest.mark.parametrize("order", [SumOrder.FREE, SumOrder.FIXED])
+def test_sequences_that_only_fold_attend_to_nothing(order: SumOrder) -> None:
     pool = build_pages(4, 16, 3, 16, torch.float32)
     parts = [Part(pages=[p], start=5, length=0, slot_in=1, slot_out=1) for p in (1, 2)]
     batch = build_batch(parts, 16, rows_per_page(pool), len(parts))
-    rows = lay_out(batch, batch_invariant=batch_invariant)
+    rows = lay_out(batch, order=order)
     query = torch.empty(0, 6, 16)
     assert attention.attend(query, None, PagedKV(pool), rows, 1.0).shape == (0, 96)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 from milepost.runner.staging import on_device
 from tests.batches import Part, build_batch
 from tests.kernels import kimi, mixers, ssd
@@ -36,7 +37,7 @@ class Kind:
     device: str = "cpu"
     chip: Chip | None = None
     num_tokens: int = 8
-    batch_invariant: bool = False
+    order: SumOrder = SumOrder.FREE
 
 
 class Mixer:
@@ -86,7 +87,7 @@ class Mixer:
             chip=self.kind.chip,
             device=torch.device(self.kind.device),
         )
-        how = {"batch_invariant": self.kind.batch_invariant}
+        how = {"order": self.kind.order}
         operation: Any = replace(self.kind.shapes.operation, **how)  # of a recurrence
         layout = on_device(operation.lay_out(batch), batch.device)
         slots = tuple(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Activations, Emit, Projected, values_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.linear import Linear, Sections
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
@@ -48,7 +49,7 @@ def run(part: Projecting, num_tokens: int) -> tuple[Tensor, Tensor]:
     hidden = torch.randn(num_tokens, 6, generator=torch.Generator().manual_seed(1))
     block = ResidualBlock(part, pre=RMSNorm(6, 1e-6, replace(KIND)))
     block.pre.fill(1.0, torch.Generator())
-    return block.run(hidden, 2 * hidden, SimpleNamespace(like_many=False), (0,), ends=False)
+    return block.run(hidden, 2 * hidden, SimpleNamespace(order=SumOrder.FREE), (0,), ends=False)
 
 
 @pytest.mark.parametrize(

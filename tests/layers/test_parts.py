@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels.layout.emit import Emit
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import ResidualBlock
 from milepost.models.configuration import load_config
@@ -29,11 +30,11 @@ class Norm(nn.Module):
     ranks = ModuleScope(dtype=torch.float32, device=torch.device("cpu")).ranks
 
     def add(
-        self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any, like_many: bool
+        self, hidden: Tensor, delta: Tensor | None, *, emit: Emit, begun: Any, order: SumOrder
     ) -> tuple[Tensor, Tensor]:
         assert delta is None
         assert begun is None
-        self.emit, self.like_many = emit, like_many
+        self.emit, self.order = emit, order
         return hidden, hidden
 
 
@@ -61,13 +62,13 @@ def test_rows_are_left_out_where_all_parts_read_their_rounding(
     parts: tuple[Emit, ...], expected: Emit
 ) -> None:
     norm = Norm()
-    for like_many in (False, True):
-        ctx = SimpleNamespace(like_many=like_many)
+    for order in SumOrder:
+        ctx = SimpleNamespace(order=order)
         ResidualBlock(*map(Part, parts), pre=norm).run(
             torch.ones(3, 2), None, ctx, (0,) * len(parts), ends=False
         )
         assert norm.emit is expected
-        assert norm.like_many == like_many
+        assert norm.order is order
 
 
 @pytest.mark.parametrize(

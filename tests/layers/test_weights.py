@@ -178,13 +178,13 @@ class Beside(RawPrecision):
 def test_raw_weights_are_multiplied_beside_others_that_they_stand_behind(
     monkeypatch, sections: str, bias: bool, is_beside: bool
 ) -> None:
-    found, multiply = [], products.multiply
+    found, multiply_beside = [], products.multiply_beside
 
-    def note(*given: Any, beside: products.Raw | None = None, **how: Any) -> Any:
-        found.append(beside)
-        return multiply(*given, beside=beside, **how)
+    def note(*given: Any, **how: Any) -> None:
+        found.append(given)
+        multiply_beside(*given, **how)
 
-    monkeypatch.setattr(products, "multiply", note)
+    monkeypatch.setattr(products, "multiply_beside", note)
     precisions = {"q": Beside(), "i": Int8(), "r": RAW}
     kind = replace(KIND, precision_of=lambda path: precisions[path[0]])
     names = [(f"{letter}{number}", 2) for number, letter in enumerate(sections)]
@@ -196,14 +196,14 @@ def test_raw_weights_are_multiplied_beside_others_that_they_stand_behind(
     for values in layer.biases or ():
         values.data.zero_()
     hidden = torch.randn(3, 5)
-    alone = [multiply(hidden, weight.form) for weight in layer.weights]
+    alone = [products.multiply(hidden, weight.form) for weight in layer.weights]
     groups = {
         letter: list(part.split(2, 1))
         for letter, part in zip(dict.fromkeys(sections), alone, strict=True)
     }
     expected = torch.cat([groups[letter].pop(0) for letter in sections], 1)
     assert torch.allclose(layer(hidden), expected)
-    assert any(beside is not None for beside in found) == is_beside
+    assert bool(found) == is_beside
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.layers.linear import Linear
@@ -69,8 +71,9 @@ def test_exceptions(name, quantization):
 
 
 def test_a_cut_sum_is_found(monkeypatch):
-    """As if like_many changed nothing."""
-    monkeypatch.setattr(many, "Product", lambda **fields: Product(**fields | {"like_many": False}))
+    """As if LIKE_MANY changed nothing."""
+    plain = SimpleNamespace(of=lambda weight, _=None: Matrix.of(weight))
+    monkeypatch.setattr(many, "Matrix", plain)
     reasons = " ".join(many.exceptions(model_of("hybrid-35b-a3b", "fp8"), H200))
     assert "router raw" in reasons
     assert "out fp8" in reasons
@@ -93,8 +96,9 @@ def test_decodes_still_cut_sums(num_rows):
 
 def test_a_product_says_whether_it_is_like_many():
     weight = Matrix.of(model_of("hybrid-35b-a3b", None).layers[0].blocks[0].parts[0].out.form)
-    short = Product(weight=weight, num_rows=64, like_many=True)
-    assert short.is_whole
-    assert not short._replace(like_many=False).is_whole
-    assert not short._replace(weight=weight._replace(num_inputs=12288)).is_whole
-    assert short._replace(weight=weight._replace(batch_invariant=True), like_many=False).is_whole
+
+    def is_whole(order, **sizes):
+        return Product(weight=weight._replace(order=order, **sizes), num_rows=64).is_whole
+
+    assert [is_whole(order) for order in SumOrder] == [False, True, True]
+    assert [is_whole(order, num_inputs=12288) for order in SumOrder] == [False, False, True]

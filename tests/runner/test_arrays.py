@@ -18,6 +18,7 @@ from milepost.kernels.attention.table import MOST_CAPTURED_TOKENS
 from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
@@ -430,7 +431,8 @@ def test_prefills_alone_are_like_many(tables: HostTables, *, follows: bool) -> N
     geometry = replace(GEOMETRY, follows_many=follows)
     prefill = steps(sequence(0, [1, 2, 3, 4], 1))
     tables.follow(prefill)
-    assert build(prefill, tables, geometry, exact_capacity(prefill)).like_many == follows
+    order = SumOrder.LIKE_MANY if follows else SumOrder.FREE
+    assert build(prefill, tables, geometry, exact_capacity(prefill)).order is order
     decode = StepPlan(sequences=(sequence(4, [5], 1, new_pages=()),))
     tables.follow(decode)
-    assert not build(decode, tables, geometry, exact_capacity(decode)).like_many
+    assert build(decode, tables, geometry, exact_capacity(decode)).order is SumOrder.FREE

@@ -46,7 +46,7 @@ def _digest() -> str:
         *recurrent.TABLES.values(),
     ]
     orders = [
-        f"{kernel.name}: {kernel.order}, {kernel.batch_invariant}"
+        f"{kernel.name}: {kernel.order}, {kernel.serves.is_fixed}"
         for table in tables
         for kernel in table.kernels
     ]

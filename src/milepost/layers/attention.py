@@ -96,7 +96,7 @@ class Attention(nn.Module):
         kv_heads = scope.ranks.share_few(shapes.num_kv_heads, f"{scope.path} num_key_value_heads")
         shapes = replace(shapes, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self.shapes, self.rotary, self.indexer = shapes, rotary, indexer
-        self._batch_invariant = scope.batch_invariant
+        self._order = scope.order
         num_heads, num_kv_heads, head_dim = heads.size, kv_heads.size, shapes.head_dim
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
@@ -153,7 +153,7 @@ class Attention(nn.Module):
             first_row=shapes.first_row,
             window=shapes.window,
             is_indexed=self.indexer is not None,
-            batch_invariant=self._batch_invariant,
+            order=self._order,
         )
 
     @cached_property
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         tables = ctx.tables if shapes.window is None else ctx.window_tables
         kv = PagedKV(ctx.kv[number], tables, self.kv_scales.values)
         attended = attention.attend(query, gate, kv, layout, scale, selection=selection)
-        return self.out(attended, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
+        return self.out(attended, epilogue=Epilogue.PARTIALS, order=ctx.order)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:
         """Writes the KV of the step's tokens and computes nothing else; tokens are laid out as for
@@ -234,7 +234,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Writes KV; returns queries [T, H, E] and the whole projection."""
         norms = self.norms
-        how = {"launch_dependents": ctx.decodes, "like_many": ctx.like_many}
+        how = {"launch_dependents": ctx.decodes, "order": ctx.order}
         projected = self.qkv_gate(rows, **how)
         if norms is not None and norms.is_whole:
             self._norm_whole(projected, norms)

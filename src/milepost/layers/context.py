@@ -16,6 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.mtp import Carried
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.recurrent import LayerStates
 
 
@@ -145,9 +146,10 @@ class StepArrays:
     """[1] int32, number of tokens that are sampled after."""
     decodes: bool
     """Whether every sequence decodes."""
-    like_many: bool = False
-    """Whether rows are added up as each of many rows is, so that the few after a cache hit have the
-    bits of a cold run: in prefills of models whose operations all can (see `models.many`)."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums in this step, or the model's own if it is stricter. Prefills have LIKE_MANY in
+    models whose operations all can (see `models.many`): the few rows after a cache hit then have
+    the bits of a cold run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +218,6 @@ class Context:
         return self.step.decodes
 
     @property
-    def like_many(self) -> bool:
+    def order(self) -> SumOrder:
         """See `StepArrays`."""
-        return self.step.like_many
+        return self.step.order

@@ -134,7 +134,7 @@ class GatedDelta(nn.Module):
                 gates_by_sigmoid=shapes.gates_by_sigmoid,
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=scope.batch_invariant,
+            order=scope.order,
         )
 
     def _own(self, shapes: GatedDeltaShapes) -> GatedDeltaShapes:
@@ -188,14 +188,14 @@ class GatedDelta(nn.Module):
             gates_by_sigmoid=self.shapes.gates_by_sigmoid,
         )
         mixed = recurrent.mix(
-            self.projection(rows, launch_dependents=ctx.decodes, like_many=ctx.like_many),
+            self.projection(rows, launch_dependents=ctx.decodes, order=ctx.order),
             weights,
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
             emit=self.out.reads,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
-        return self.out(mixed, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
+        return self.out(mixed, epilogue=Epilogue.PARTIALS, order=ctx.order)
 
     def placements(self) -> WeightSlots:
         heads = self._segments(self.full.num_value_heads)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import vision
 from milepost.kernels.layout.emit import values_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
@@ -42,7 +43,7 @@ class GridBlockShapes:
 
 def _norm(size: int, eps: float, kind: ModuleScope) -> RMSNorm:
     """Returns a norm whose bits do not depend on the number of rows."""
-    return RMSNorm(size, eps, replace(kind, batch_invariant=True))
+    return RMSNorm(size, eps, replace(kind, order=SumOrder.FIXED))
 
 
 class NormedEmbedding(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import residual
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
 from milepost.layers.norm import over_ranks, place_scale
@@ -65,7 +66,7 @@ class HyperConnection(nn.Module):
         *,
         emit: Emit = Emit.VALUES,  # noqa: ARG002
         begun: Begun | None = None,  # noqa: ARG002
-        like_many: bool = False,  # noqa: ARG002
+        order: SumOrder = SumOrder.FREE,  # noqa: ARG002
     ) -> tuple[Tensor, Inputs]:
         """Mixes the streams after the last layer, whose output they have: see `StreamNorm`."""
         assert delta is None, "blocks add their outputs themselves"

@@ -42,7 +42,7 @@ class Indexer(nn.Module):
         self, shapes: IndexerShapes, hidden_size: int, scope: ModuleScope, eps: float
     ) -> None:
         super().__init__()
-        if scope.batch_invariant:
+        if scope.order.is_fixed:
             raise ConfigError(
                 f"batch_invariant: {scope.path} selects what is attended to, which is not supported"
             )

@@ -105,7 +105,7 @@ class KDA(nn.Module):
                 rule=KDAWeights, num_units=heads, num_heads=heads, shared=rank, own=rank
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=scope.batch_invariant,
+            order=scope.order,
         )
 
     @property

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import (
@@ -127,7 +129,7 @@ class Linear(nn.Module):
         epilogue: Epilogue = Epilogue.NONE,
         emit: Emit = Emit.VALUES,
         launch_dependents: bool = True,
-        like_many: bool = False,
+        order: SumOrder = SumOrder.FREE,
     ) -> Inputs:
         """Multiplies `rows` [T, I] by the projection and applies the epilogue: see
         `products.multiply`. A projection with several matrices returns whole outputs, not
@@ -141,19 +143,19 @@ class Linear(nn.Module):
                 epilogue=epilogue,
                 emit=emit,
                 launch_dependents=launch_dependents,
-                like_many=like_many,
+                order=order,
             )
-        how = {"launch_dependents": launch_dependents, "like_many": like_many}
+        how = {"launch_dependents": launch_dependents, "order": order}
         output = self._multiply_apart(rows, **how)
         if epilogue is not Epilogue.GATED:
             return output
-        return products.gate(output, emit, batch_invariant=self.scope.batch_invariant)
+        return products.gate(output, emit, order=self.scope.order)
 
     __call__ = multiply
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
     operation."""
 
-    def _multiply_apart(self, rows: Inputs, **how: bool) -> Tensor:
+    def _multiply_apart(self, rows: Inputs, **how: Any) -> Tensor:
         """Multiplies by one matrix after another, skipping the product that came with the rows."""
         output, groups = self._made_of(rows), list(range(len(self.weights)))
         if output is not None:
@@ -164,7 +166,7 @@ class Linear(nn.Module):
         biases = self.biases or [None] * len(self.weights)
         beside = self._beside if len(groups) > 1 else None
         if beside is not None:
-            products.multiply(rows, self._weight.form, into=output, beside=beside, **how)
+            products.multiply_beside(rows, self._weight.form, beside, output, **how)
             return output
         for group in groups:
             form, bias = self.weights[group].form, biases[group]

@@ -106,7 +106,7 @@ class Mamba2(nn.Module):
                 own=shapes.head_dim,
             ),
             conv_width=shapes.conv_width,
-            batch_invariant=scope.batch_invariant,
+            order=scope.order,
             chunk=recurrent.choose_chunk(shapes.chunk_size),
         )
 
@@ -153,7 +153,7 @@ class Mamba2(nn.Module):
             norm_eps=self.shapes.norm_eps,
             norm_before_gate=self.shapes.norm_before_gate,
             dt_limit=self.shapes.time_step_limit,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
         mixed = recurrent.mix(
             self.projection(rows, launch_dependents=ctx.decodes),

@@ -108,7 +108,7 @@ class MLA(nn.Module):
             shared_dim=shapes.shared_dim,
             value_bytes=scope.dtype.itemsize,
             first_row=first_row,
-            batch_invariant=scope.batch_invariant,
+            order=scope.order,
         )
 
     @property
@@ -125,7 +125,7 @@ class MLA(nn.Module):
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, layout = self.shapes, ctx.step.layouts[self.operation]
         query_part, shared, kv, gate = self._prepare(rows, ctx, number, layout)
-        how = {"batch_invariant": self.scope.batch_invariant}
+        how = {"order": self.scope.order}
         query = multiply_heads(query_part, self.up_key, **how)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))

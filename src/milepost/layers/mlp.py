@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
@@ -51,18 +52,18 @@ class MLP(nn.Module):
         """See `Part`."""
         return self.up.reads
 
-    def forward(self, rows: Inputs, *, like_many: bool = False) -> Tensor:
-        return self.down(self._units(rows, like_many=like_many), like_many=like_many)
+    def forward(self, rows: Inputs, *, order: SumOrder = SumOrder.FREE) -> Tensor:
+        return self.down(self._units(rows, order=order), order=order)
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """Returns the output, or partials [T, P, H] of it, which the reader adds up. Padding costs
         nothing here, so it does not matter which tokens are real."""
-        units = self._units(rows, like_many=ctx.like_many)
-        return self.down(units, epilogue=Epilogue.PARTIALS, like_many=ctx.like_many)
+        units = self._units(rows, order=ctx.order)
+        return self.down(units, epilogue=Epilogue.PARTIALS, order=ctx.order)
 
-    def _units(self, rows: Inputs, *, like_many: bool) -> Inputs:
+    def _units(self, rows: Inputs, *, order: SumOrder) -> Inputs:
         if self.is_gated and not self.limit:
-            how = {"emit": self.down.reads, "like_many": like_many}
+            how = {"emit": self.down.reads, "order": order}
             return self.up(rows, epilogue=Epilogue.GATED, **how)
-        units = self.up(rows, like_many=like_many)
+        units = self.up(rows, order=order)
         return norm.silu_mul(units, self.limit) if self.is_gated else norm.relu_squared(units)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from milepost.errors import ConfigError
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import in_blocks
 from milepost.kernels.products import SOFTMAX, Epilogue, Scores
 from milepost.layers.context import Context
@@ -139,15 +140,15 @@ class MoE(nn.Module):
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """Returns the output as partials, which the reader adds up."""
-        return self.partials(rows, ctx.num_real, like_many=ctx.like_many)
+        return self.partials(rows, ctx.num_real, order=ctx.order)
 
     def partials(
-        self, rows: Inputs, num_real: Tensor | None = None, *, like_many: bool = False
+        self, rows: Inputs, num_real: Tensor | None = None, *, order: SumOrder = SumOrder.FREE
     ) -> Tensor:
         """Computes `run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
         epilogue = Epilogue.FLOAT32 if is_precise else Epilogue.PARTIALS
-        how = {"like_many": like_many}
+        how = {"order": order}
         logits = self.router(rows, epilogue=epilogue, **how)[..., : self.num_logits]
         inputs = rows if self.latent_in is None else self.latent_in(rows, **how)
         shares, experts = self._route(logits, rows.dtype, num_real)
@@ -161,11 +162,11 @@ class MoE(nn.Module):
             partials[:, 0].add_(self.shared(rows, **how))
         return partials
 
-    def _gate_shared(self, rows: Inputs, **how: bool) -> Tensor:
+    def _gate_shared(self, rows: Inputs, **how: SumOrder) -> Tensor:
         """Returns the shared expert's share [T, 1]."""
         gate = self.shared_gate(rows, **how)
         # On a CPU the last elements of a tensor are computed in another way than the others.
-        is_split = self.scope.batch_invariant and not gate.is_cuda
+        is_split = self.scope.order.is_fixed and not gate.is_cuda
         return in_blocks(torch.sigmoid, gate) if is_split else gate.sigmoid_()
 
     def _route(
@@ -181,7 +182,7 @@ class MoE(nn.Module):
             bias=self.bias,
             dtype=dtype,
             num_real=num_real,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
         return (shares, experts) if self.cut.is_whole else self._own(shares, experts)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, values_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.linear import Begun
 from milepost.layers.parameters import ModuleScope
@@ -38,7 +39,7 @@ class StreamNorm(Protocol):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
-        like_many: bool = False,
+        order: SumOrder = SumOrder.FREE,
     ) -> tuple[Tensor, Inputs]:
         """Adds the output of the part before to the stream. Returns the stream and what the next
         part reads of it: see `RMSNorm.add`."""
@@ -86,11 +87,11 @@ class RMSNorm(nn.Module):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
-        like_many: bool = False,
+        order: SumOrder = SumOrder.FREE,
     ) -> tuple[Tensor, Inputs]:
         """Adds a layer's output to the residual stream and norms it. Returns the sum [T, N] and its
         norm, in the form that `emit` asks for; the product that was `begun` is computed in the same
-        launch. With `like_many` a row is added up as each of many rows is.
+        launch. Rows are added up in `order`, or in the model's own if that is stricter.
 
         `hidden` is [T, N]; `delta` is [T, N], partials [T, P, N], or None. Partials are summed over
         all ranks.
@@ -107,8 +108,7 @@ class RMSNorm(nn.Module):
             product = begun.weight, begun.target
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
-        options = {"emit": emit, "batch_invariant": self.scope.batch_invariant}
-        options["like_many"] = like_many
+        options = {"emit": emit, "order": max(order, self.scope.order)}
         if of_output is not None:
             options["delta_scale"] = of_output.scale
         return norm.add_norm(hidden, delta, *how, **options)
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
         first, rest = output, None
         if output.dim() == 3:
             first, rest = output[:, 0], output[:, 1:] if output.shape[1] > 1 else None
-        how = {"batch_invariant": self.scope.batch_invariant}
+        how = {"order": self.scope.order}
         return values_of(norm.add_norm(first, rest, self.scale, self.eps, **how)[1])
 
     def placements(self) -> WeightSlots:
@@ -208,7 +208,7 @@ def norm_over_ranks(
     squares = wide[0].new_zeros(len(wide[0]), num_columns + -num_columns % 4)
     for part, values in zip(parts, wide, strict=True):
         # On a GPU torch adds a row up by as many threads as the number of rows leaves for it.
-        is_split = scope.batch_invariant and values.is_cuda
+        is_split = scope.order.is_fixed and values.is_cuda
         sums = in_blocks(_add_squares, values, size=_ROWS) if is_split else _add_squares(values)
         squares[:, part.column] = sums / part.num_features
     means = scope.ranks.all_reduce(squares)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import accumulation_dtype
 from milepost.layers.weights import RAW, Precision
 from milepost.parallel import ALONE, Ranks
@@ -36,8 +37,8 @@ class ModuleScope:
     """Maps the path of a projection to the form of its matrix."""
     ranks: Ranks = ALONE
     """The ranks that the parameters are split over, and this one's number."""
-    batch_invariant: bool = False
-    """Whether a row's results must not depend on the other rows of a step."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums of every step. With FIXED, a row's results do not depend on the other rows."""
 
     def under(self, name: str) -> ModuleScope:
         """Returns the scope of a submodule."""

@@ -111,7 +111,7 @@ class ResidualBlock(nn.Module):
         if self.pre is not None:
             is_row = self._first is not None and hidden.dim() == 2 and len(hidden) == 1
             begun = self._first.begin(hidden) if is_row else None
-            how = {"emit": self._emit, "begun": begun, "like_many": ctx.like_many}
+            how = {"emit": self._emit, "begun": begun, "order": ctx.order}
             hidden, rows = self.pre.add(hidden, delta, **how)
         else:
             if delta is not None:  # partials are float32, the residual stream is not

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from milepost.kernels import residual
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.linear import Begun
 from milepost.layers.norm import RMSNorm, over_ranks
@@ -44,7 +45,7 @@ class ResidualAttention(nn.Module):
         *,
         emit: Emit = Emit.VALUES,
         begun: Begun | None = None,
-        like_many: bool = False,
+        order: SumOrder = SumOrder.FREE,
     ) -> tuple[Tensor, Inputs]:
         """Takes in `delta`, the output of the part before, as `RMSNorm.add` does. `hidden` is the
         stream [T, S, C], or the embedding [T, C]. Returns the stream and the normed mixture."""
@@ -55,11 +56,11 @@ class ResidualAttention(nn.Module):
             sources = torch.cat((sources, whole[:, None]), 1)
             delta = None
         mixed = self._mix(sources, delta)
-        return sources, self.norm.add(mixed, None, emit=emit, begun=begun, like_many=like_many)[1]
+        return sources, self.norm.add(mixed, None, emit=emit, begun=begun, order=order)[1]
 
     def _mix(self, sources: Tensor, delta: Tensor | None) -> Tensor:
         how = self.scale, self.query, self.norm.eps
-        if not self.scope.batch_invariant or runs_triton(sources):
+        if not self.scope.order.is_fixed or runs_triton(sources):
             return residual.mix(sources, delta, *how)
         if delta is not None:
             sources[:, -1] += add_up(delta)

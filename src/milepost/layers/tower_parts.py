@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import products, vision
 from milepost.kernels.platform.device import runs_triton
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import Made, in_blocks
 from milepost.kernels.vision import PictureFrames
 from milepost.layers.parameters import ModuleScope
@@ -175,7 +176,7 @@ class TowerLinear(nn.Module):
         if not is_fixed:
             return F.linear(rows, self.weight, self.bias)
         return products.multiply(
-            rows, products.Raw(values=self.weight, batch_invariant=True), self.bias
+            rows, products.Raw(values=self.weight, order=SumOrder.FIXED), self.bias
         )
 
     def gelu(self, rows: Tensor, *, is_fixed: bool, approximate: str = "tanh") -> Tensor:

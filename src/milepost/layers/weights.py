@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms.matrix import Form, Packed, RawForm, pack
 from milepost.layers.weight_slots import (
     WeightSlot,
@@ -175,7 +176,7 @@ class RawPrecision:
     max_shared: ClassVar[int] = 4
 
     def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> Weight:
-        return RawWeight(scope.empty(num_outputs, num_inputs), scope.batch_invariant)
+        return RawWeight(scope.empty(num_outputs, num_inputs), scope.order)
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Experts:
         return RawExperts(sizes, names, scope)
@@ -189,18 +190,15 @@ class RawWeight(nn.Module):
 
     axes: ClassVar[Mapping[str, Axes]] = {"weight": Axes()}
 
-    def __init__(self, values: nn.Parameter, batch_invariant: bool = False) -> None:
+    def __init__(self, values: nn.Parameter, order: SumOrder = SumOrder.FREE) -> None:
         super().__init__()
         self.values: nn.Parameter | None = values
-        self._batch_invariant = batch_invariant
+        self._order = order
         self._packed: Packed | None = None
 
     @property
     def form(self) -> RawForm:
-        return self._packed or self._raw()
-
-    def _raw(self) -> products.Raw:
-        return products.Raw(values=self._unpacked(), batch_invariant=self._batch_invariant)
+        return self._packed or products.Raw(values=self._unpacked(), order=self._order)
 
     def place(self, rows: Tensor, path: str) -> WeightSlots:  # noqa: ARG002
         return {"weight": place_scattered(self._unpacked(), rows)}
@@ -213,7 +211,7 @@ class RawWeight(nn.Module):
 
     def pack(self) -> None:
         if self.values is not None:
-            self._packed = pack(self._raw())
+            self._packed = pack(products.Raw(values=self.values, order=self._order))
         if self._packed is not None:
             self.values = None
 
@@ -240,8 +238,10 @@ class RawExperts(nn.Module):
 
     @property
     def forms(self) -> tuple[Form, Form]:
-        how = {"batch_invariant": self.scope.batch_invariant}
-        return products.Raw(values=self.up, **how), products.Raw(values=self.down, **how)
+        up, down = (
+            products.Raw(values=each, order=self.scope.order) for each in (self.up, self.down)
+        )
+        return up, down
 
     def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
         return products.mix(rows, shares, experts, *self.forms, limit=limit)

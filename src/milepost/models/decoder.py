@@ -94,7 +94,7 @@ class Decoder(nn.Module):
             config.hidden_size,
             (("lm_head", self._vocab.size),),
             output or scope.root(),
-            weight=RawWeight(self.embedding, scope.batch_invariant) if is_tied else None,
+            weight=RawWeight(self.embedding, scope.order) if is_tied else None,
             cuts={"lm_head": self._vocab},
         )
         self.mtp = parts.head
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         """Whether `forward` may return only the sampled positions for a step of this capacity, if
         it scores no prompt. A head needs all positions. With `batch_invariant`, a prompt's last
         position attends as the others do, whatever else is in the step."""
-        is_free = self.mtp is None and not self.scope.batch_invariant
+        is_free = self.mtp is None and not self.scope.order.is_fixed
         return is_free and capacity.ends_early
 
     @property
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
                 ends = ctx.last_tokens_only and (layer, block) == self._last
                 hidden, delta = block.run(hidden, delta, ctx, numbers, ends=ends)
                 ctx = ctx.at_ends() if ends else ctx
-        hidden = self.norm.add(hidden, delta, like_many=ctx.like_many)[1]
+        hidden = self.norm.add(hidden, delta, order=ctx.order)[1]
         if self.mtp is not None:
             assert not ctx.last_tokens_only, "a head takes in every token"
             self.mtp.note(token_ids, self.embedding, hidden, ctx)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
 from milepost.errors import UnsupportedModelError
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.parameters import ModuleScope, raw_precision
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import Architecture
@@ -178,7 +179,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
         device=torch.device(options.device),
         names=names,
         ranks=options.ranks,
-        batch_invariant=options.batch_invariant,
+        order=SumOrder.FIXED if options.batch_invariant else SumOrder.FREE,
         precision_of=raw_precision if forms is None else forms.precision_of,
     )
     has_head = _has_head(options.head, architecture, text, scope, files)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tables import KernelTable, P
+from milepost.kernels.platform.tables import KernelTable, P, SumOrder
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
@@ -72,12 +72,11 @@ def _why_other(module: object) -> str:
 def _why_not_dense(name: str, linear: Linear, chip: Chip) -> Iterator[str]:
     epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
     for form in linear.weight_forms:
-        matrix = Matrix.of(form)
-        if matrix.batch_invariant:
+        matrix = Matrix.of(form, SumOrder.LIKE_MANY)
+        if matrix.order.is_fixed:
             yield "batch_invariant has orders of its own"
         problems = {
-            num: Product(weight=matrix, num_rows=num, epilogue=epilogue, like_many=True)
-            for num in (*FEW, MANY)
+            num: Product(weight=matrix, num_rows=num, epilogue=epilogue) for num in (*FEW, MANY)
         }
         yield from _compare(PRODUCTS, problems, chip, f"{name} {_shape(matrix)}")
 

@@ -25,6 +25,7 @@ from milepost.errors import ConfigError
 from milepost.kernels import comm, norm
 from milepost.kernels.comm import NUM_SLOTS, RankBuffers, add_up
 from milepost.kernels.layout.emit import values_of
+from milepost.kernels.platform.tables import SumOrder
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class GpuLink:
         batch_invariant: bool = False,
     ) -> None:
         self._hosts, self._device = hosts, device
-        self._batch_invariant = batch_invariant
+        self._sum_order = SumOrder.FIXED if batch_invariant else SumOrder.FREE
         self._open_group()
         self._reaches = self._agree_on_reach(can_access)
         # Imported here because triton need not be installed on machines without a GPU.
@@ -105,7 +106,7 @@ class GpuLink:
         mail = self._mail(values.shape[-1], values.dtype) if values.dim() == 2 else None
         if mail is not None and mail.holds(values):
             return self._one_shot.add_up(values, mail)
-        if self._batch_invariant:
+        if self._sum_order.is_fixed:
             gathered = values.new_empty(self._hosts.size, *values.shape)
             self._gather(gathered, values)
             return add_up(gathered.unbind())
@@ -130,9 +131,7 @@ class GpuLink:
             return self._two_shot.share_norm(hidden, partials, scale, eps, boxes, multiplier)
         delta = partials.squeeze(1) if partials.shape[1] == 1 else partials.sum(1)
         delta = self.all_reduce(delta.to(hidden.dtype))
-        added, normed = norm.add_norm(
-            hidden, delta, scale, eps, multiplier, batch_invariant=self._batch_invariant
-        )
+        added, normed = norm.add_norm(hidden, delta, scale, eps, multiplier, order=self._sum_order)
         return added, values_of(normed)
 
     @property

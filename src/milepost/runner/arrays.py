@@ -29,6 +29,7 @@ from milepost.kernels.layout.batch import (
     padded,
 )
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.context import StepArrays
 from milepost.models.decoder import Decoder
 from milepost.models.many import follows_many
@@ -133,7 +134,7 @@ def begin(
         num_sampled=np.array([len(spread.sampled)], np.int32),
         layouts={},
         decodes=capacity.decodes,
-        like_many=batch.like_many,
+        order=batch.order,
     )
     return step, batch
 
@@ -208,6 +209,7 @@ def _batch(
     pages = tables.rows.reshape(-1).take(entries).astype(np.int64)
     kv_rows = pages * geometry.page_rows + (positions - ordinals * geometry.page_size)
     kv_rows[positions < columns.write_from[owners]] = -1
+    is_like_many = geometry.follows_many and not capacity.decodes
     return Batch(
         starts=columns.starts,
         lengths=columns.lengths,
@@ -232,7 +234,7 @@ def _batch(
         device=geometry.device,
         chip=geometry.chip,
         has_float8_kv=geometry.has_float8_kv,
-        like_many=geometry.follows_many and not capacity.decodes,
+        order=SumOrder.LIKE_MANY if is_like_many else SumOrder.FREE,
     )
 
 

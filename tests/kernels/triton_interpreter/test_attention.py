@@ -12,6 +12,7 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.portable.tiles import AttentionTile, cut
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 from tests.batches import spread
 from tests.kernels.attention_cases import Case, Step, build_projection
 from tests.numbers import relative_error
@@ -73,10 +74,10 @@ def test_attend_matches_reference(case: Case) -> None:
 def test_a_tokens_partial_results_are_combined_alike_in_any_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With batch_invariant, whichever tokens before it have none, however much of the prompt is in
+    """In a FIXED order, whichever tokens before it have none, however much of the prompt is in
     the step."""
     monkeypatch.setattr(tiles, "_LEAST_WIDE_UNITS", 1)
-    case = Case(starts=(0, 1088), lengths=(70, 100), batch_invariant=True, num_programs=132)
+    case = Case(starts=(0, 1088), lengths=(70, 100), order=SumOrder.FIXED, num_programs=132)
     step, items = Step(case), Step(case).items()
     assert items.first_combined == 70
     assert items.num_combined == 170

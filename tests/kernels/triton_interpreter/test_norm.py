@@ -10,6 +10,7 @@ from milepost.kernels.layout import emit
 from milepost.kernels.layout.emit import Emit, as_activations
 from milepost.kernels.norm import activations, reference, triton
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.portable import rounding
 from tests.numbers import relative_error
 
@@ -105,7 +106,7 @@ def test_a_norm_brings_its_rounding_along(monkeypatch, size: int) -> None:
 def test_the_norm_of_one_row_is_rounded_if_it_is_batch_invariant(monkeypatch) -> None:
     monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
     hidden, scale = randn(5, 256).half(), randn(256)
-    how = {"emit": Emit.BOTH, "batch_invariant": True}
+    how = {"emit": Emit.BOTH, "order": SumOrder.FIXED}
     every = triton.add_norm(hidden, None, scale, EPS, **how)[1]
     one = triton.add_norm(hidden[2:3], None, scale, EPS, **how)[1]
     assert torch.equal(one.values, every.values[2:3])

@@ -27,6 +27,7 @@ from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import ATTENTION
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 
 __all__ = [
     "ATTENTION",
@@ -68,8 +69,8 @@ class AttentionOperation:
     """Whether an indexer selects the tokens to attend to: see `indexed`."""
     last_tokens_only: bool = False
     """Whether only tokens that are sampled from attend."""
-    batch_invariant: bool = False
-    """Whether a token's bits must depend on its position and KV alone."""
+    order: SumOrder = SumOrder.FREE
+    """If FIXED, a token's bits depend on its position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout | None:
         """Returns items for the fused kernels, or rows for the reference."""
@@ -80,16 +81,14 @@ class AttentionOperation:
                 return None
             batch = batch.ends()
         if batch.chip is None:
-            return rows.lay_out(
-                batch, self.first_row, self.window, batch_invariant=self.batch_invariant
-            )
+            return rows.lay_out(batch, self.first_row, self.window, order=self.order)
         if self.is_indexed:
             return indexed.lay_out(batch)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
-        tokens_each = 1 if self.batch_invariant else tokens_each
+        tokens_each = 1 if self.order.is_fixed else tokens_each
         # Few pages of a window's table are read.
         max_dequantised = 0
-        if not (self.batch_invariant or self.window):
+        if not (self.order.is_fixed or self.window):
             page = self.num_kv_heads, self.head_dim, batch.page_size, batch.capacity.num_tokens
             max_dequantised = _max_dequantised(batch, table.most_copied(*page, batch.chip))
         shapes = table.shape_heads(
@@ -105,7 +104,7 @@ class AttentionOperation:
             tokens_each=tokens_each,
             max_dequantised=max_dequantised,
             window=self.window,
-            batch_invariant=self.batch_invariant,
+            order=max(tiling.order, self.order),
         )
         return _lay_out(batch, tiling)
 
@@ -125,17 +124,17 @@ class LatentOperation:
     """Bytes of an entry of the queries."""
     first_row: int = 0
     """Position of the first latent that is attended to."""
-    batch_invariant: bool = False
-    """Whether a token's bits must depend on its position and KV alone."""
+    order: SumOrder = SumOrder.FREE
+    """If FIXED, a token's bits depend on its position and KV alone."""
 
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Returns items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return rows.lay_out(batch, self.first_row, batch_invariant=self.batch_invariant)
+            return rows.lay_out(batch, self.first_row, order=self.order)
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
         shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
         tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)
-        return _lay_out(batch, tiling._replace(batch_invariant=self.batch_invariant))
+        return _lay_out(batch, tiling._replace(order=max(tiling.order, self.order)))
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """Why no kernel attends to such latents; empty if one does."""
@@ -179,7 +178,7 @@ def prepare(
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
-    how = {"num_heads": num_heads, "batch_invariant": operation.batch_invariant}
+    how = {"num_heads": num_heads, "order": operation.order}
     return prepare.prepare(*common, kv, kv_rows, **how)
 
 

@@ -54,6 +54,7 @@ from milepost.kernels.attention.tiles import (
 )
 from milepost.kernels.layout.batch import Batch, Capacity, Ints
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 
 _NUM_REMEMBERED = 64
 """Layouts of steps of few sequences."""
@@ -87,8 +88,8 @@ class AttentionItems:
     """Tokens that a token attends to, itself the last; None: all before it."""
     first_combined: int = 0
     """Tokens before this one have no partial results either."""
-    batch_invariant: bool = False
-    """Whether partial results are combined in an order that does not depend on their number."""
+    order: SumOrder = SumOrder.FREE
+    """If FIXED, partial results are combined in an order that does not depend on their number."""
 
 
 class Tiling(NamedTuple):
@@ -109,10 +110,9 @@ class Tiling(NamedTuple):
     """Tokens that a token attends to; None: all. Nothing before them is shared, or read."""
     capacity: Capacity | None = None
     """Room in arrays; None: for the step alone."""
-    like_many: bool = False
-    """Whether wide tiles are left whole where that costs little: those of many tokens are."""
-    batch_invariant: bool = False
-    """Whether items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
+    order: SumOrder = SumOrder.FREE
+    """LIKE_MANY leaves wide tiles whole where that costs little, as those of many tokens are. With
+    FIXED, items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
     those of prefills are wide, and all are cut by their positions."""
 
     @property
@@ -145,7 +145,7 @@ def tile(
         num_programs=chip.num_sms,
         shapes=shapes,
         capacity=None if batch.capacity.is_exact else batch.capacity,
-        like_many=batch.like_many,
+        order=batch.order,
     )
 
 
@@ -162,13 +162,13 @@ def lay_out(
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
     decodes share are read once for all of them. `num_decodes`, the first sequences, counts where
-    the tiling is `batch_invariant`.
+    the tiling's order is FIXED.
     """
     heads, wide_rows = tiling.heads_per_kv, tiling.shapes.wide_rows
     if heads > wide_rows:
         raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
     starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
-    if tiling.batch_invariant:
+    if tiling.order.is_fixed:
         narrow, wide = tile_by_phase(starts, lengths, rows, num_decodes, tiling.wide_tokens)
         limit_to_window(narrow, tiling.window)
         limit_to_window(wide, tiling.window, GRID)
@@ -247,7 +247,7 @@ def _lay_out(
     if narrow_pieces is None:
         given = tiling.narrow_programs, NARROW_CUT_COST, shapes.narrow_waves
         narrow_pieces = count_pieces(units_of(narrow, shapes.narrow_unit), *given)
-    gain = LIKE_MANY_COST if tiling.like_many else 0.0
+    gain = LIKE_MANY_COST if tiling.order is SumOrder.LIKE_MANY else 0.0
     wide_pieces = count_pieces(units_of(wide), tiling.programs, WIDE_CUT_COST, least_gain=gain)
     return _assemble(narrow, wide, narrow_pieces, wide_pieces, tiling)
 
@@ -292,5 +292,5 @@ def _assemble(
         dequantised=lengthen(dequantised, room.num_sequences),
         num_dequantised=room.num_dequantised,
         window=tiling.window,
-        batch_invariant=tiling.batch_invariant,
+        order=tiling.order,
     )

@@ -35,7 +35,7 @@ class Room(NamedTuple):
 def room_of(capacity: Capacity, tiling: Tiling) -> Room:
     """For any step that fits."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
-    if tiling.batch_invariant:
+    if tiling.order.is_fixed:
         num_narrow = capacity.num_sampled * MOST_PIECES
         num_wide = (2 * num_tokens // tiling.wide_tokens + num_sequences) * MOST_WIDE_PIECES
         return Room(

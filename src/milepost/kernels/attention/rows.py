@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+from milepost.kernels.platform.tables import SumOrder
 
 PIECE = 64
 """Queries of a prefill that are computed together if bits must not depend on where prompts are
@@ -64,19 +65,19 @@ class AttentionRows:
 
 
 def lay_out(
-    batch: Batch, first_row: int = 0, window: int | None = None, *, batch_invariant: bool = False
+    batch: Batch, first_row: int = 0, window: int | None = None, *, order: SumOrder = SumOrder.FREE
 ) -> AttentionRows:
     """Lays out a step. Decodes may leave out KV before `first_row`, which precedes their tokens.
     Tokens attend to the last `window` tokens if there is one.
-    With `batch_invariant` every decode is computed by itself, and so is each piece of a prefill
-    between two multiples of PIECE: what is summed how depends on positions alone."""
+    In a FIXED order every decode is computed by itself, and so is each piece of a prefill between
+    two multiples of PIECE: what is summed how depends on positions alone."""
     assert not first_row or batch.num_decodes == len(batch.starts), "rows are left out of decodes"
     tokens = np.flatnonzero(batch.kv_rows >= 0)
     return AttentionRows(
         tokens=torch.from_numpy(tokens).to(batch.device),
         kv_rows=torch.from_numpy(batch.kv_rows[tokens]).to(batch.device),
-        decodes=tuple(_lay_out_decodes(batch, first_row, window, batch_invariant)),
-        prefills=tuple(_lay_out_prefills(batch, window, PIECE if batch_invariant else None)),
+        decodes=tuple(_lay_out_decodes(batch, first_row, window, order.is_fixed)),
+        prefills=tuple(_lay_out_prefills(batch, window, PIECE if order.is_fixed else None)),
     )
 
 

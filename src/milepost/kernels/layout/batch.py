@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from milepost.kernels.platform.device import Capable, Chip
+from milepost.kernels.platform.tables import SumOrder
 
 Ints = NDArray[np.int64]
 StateExport = tuple[int, int, int]
@@ -102,8 +103,8 @@ class Batch:
     chip: Chip | None
     """None where the reference kernels run."""
     has_float8_kv: bool = False
-    like_many: bool = False
-    """Whether tokens of a prefill attend as each of many tokens does, where that costs little."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums in this step; an operation's own if it is stricter."""
     samples: Ints | None = None
     """[S] 1 for sequences that sample after their last token, else 0; None if all do."""
     recorded: Ints | None = None
@@ -142,7 +143,7 @@ class Batch:
             capacity=replace(
                 self.capacity, num_tokens=num, num_sequences=num, num_exports=0, decodes=True
             ),
-            like_many=False,
+            order=SumOrder.FREE,
             samples=None,
             recorded=None,
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import BLOCK, FP8
 
 LINE = 4
@@ -140,14 +141,14 @@ def reads_rounded(rows: Inputs) -> bool:
 
 
 def room_for(
-    num_rows: int, size: int, like: Tensor, emit: Emit, *, batch_invariant: bool = False
+    num_rows: int, size: int, like: Tensor, emit: Emit, *, order: SumOrder = SumOrder.FREE
 ) -> Fp8Rows | None:
     """Allocates FP8 rows for a producer to fill. Returns None if nobody reads FP8, or if products
-    round rows themselves, as those of one row do unless they are `batch_invariant`. More than FEW
+    round rows themselves, as those of one row do unless their order is FIXED. More than FEW
     rows exist in FP8 only, if nobody reads values."""
     if emit is Emit.VALUES or size % BLOCK or like.element_size() != 2:
         return None
-    if num_rows <= 1 and not (num_rows and batch_invariant):
+    if num_rows <= 1 and not (num_rows and order.is_fixed):
         return None
     if not reads_rounded(like):
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.norm import reference
 from milepost.kernels.platform.device import runs_triton
-from milepost.kernels.platform.tables import fused
+from milepost.kernels.platform.tables import SumOrder, fused
 
 __all__ = ["add_norm", "add_norm_and_multiply", "gate_heads", "relu_squared", "silu_mul"]
 
@@ -30,18 +30,15 @@ def add_norm(
     *,
     delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
-    batch_invariant: bool = False,
-    like_many: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> tuple[Tensor, Inputs]:
-    """See `reference.add_norm`. The norm is emitted as `emit` asks. With `batch_invariant` a row's
-    bits do not depend on the number of rows; with `like_many` they are those of many rows, except
-    for partials."""
+    """See `reference.add_norm`. The norm is emitted as `emit` asks, and a row is added up in
+    `order`; partials have no order of many rows."""
     if runs_triton(hidden):
         from milepost.kernels.norm import triton
 
-        how = {"batch_invariant": batch_invariant, "like_many": like_many}
-        out = {"delta_scale": delta_scale, "emit": emit}
-        return triton.add_norm(hidden, delta, scale, eps, multiplier, **out, **how)
+        how = {"delta_scale": delta_scale, "emit": emit, "order": order}
+        return triton.add_norm(hidden, delta, scale, eps, multiplier, **how)
     return reference.add_norm(hidden, delta, scale, eps, multiplier, delta_scale=delta_scale)
 
 

@@ -21,6 +21,7 @@ from milepost.kernels.layout.emit import (
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import add_parts, encode, norm_row, scale_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows, parts_of
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -40,21 +41,20 @@ def add_norm(
     *,
     delta_scale: Tensor | None = None,
     emit: Emit = Emit.VALUES,
-    batch_invariant: bool = False,
-    like_many: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> tuple[Tensor, Inputs]:
     """See `reference.add_norm`; rows of `hidden` and `delta` may lie apart, and sums are float32.
-    With `batch_invariant` the number of threads per row does not depend on the number of rows; with
-    `like_many` it is that for many rows."""
+    The number of threads per row is the same for any number of rows if the `order` is FIXED, and
+    that for many rows if it is LIKE_MANY."""
     check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
     num_tokens, size = hidden.shape
-    fp8 = room_for(num_tokens, size, hidden, emit, batch_invariant=batch_invariant)
+    fp8 = room_for(num_tokens, size, hidden, emit, order=order)
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total = hidden if delta is None else torch.empty_like(normed)
     num_parts, *strides = parts_of(delta)
     columns = next_power_of_2(size)
-    are_many = (num_tokens > _MANY or like_many) and num_parts <= 1 and not batch_invariant
-    of_thread = 8 if are_many else 4
+    is_like_many = order is SumOrder.LIKE_MANY or (num_tokens > _MANY and not order.is_fixed)
+    of_thread = 8 if is_like_many and num_parts <= 1 else 4
     _add_norm_kernel[(num_tokens,)](
         hidden,
         delta,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache, lru_cache, wraps
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -25,6 +26,23 @@ HOPPER = "sm_90"
 """Value of `needs` for kernels that use Hopper's own instructions."""
 _MOST_REMEMBERED = 1 << 14
 """Choices that are kept."""
+
+
+class SumOrder(IntEnum):
+    """How the order in which a row's terms are added depends on the number of rows of a step. Of
+    two demands the greater one holds."""
+
+    FREE = 0
+    """On whatever is fastest."""
+    LIKE_MANY = 1
+    """Few rows, such as a cache hit leaves of a prefill, are added up as many are, where that costs
+    little."""
+    FIXED = 2
+    """On nothing: a row's bits are the same beside any other rows."""
+
+    @property
+    def is_fixed(self) -> bool:
+        return self is SumOrder.FIXED
 
 
 class Problem(Hashable, Protocol):
@@ -103,9 +121,8 @@ class Kernel(Generic[P]):
     """Returns the tiles of a problem that the kernel serves."""
     order: str
     """May name fields of the tiles."""
-    batch_invariant: bool = False
-    """Whether it serves problems that need one order for any number of rows. Kernels of a form that
-    do so have the same order."""
+    serves: SumOrder = SumOrder.FREE
+    """Strictest order that it serves. All kernels of a form that serve FIXED have the same one."""
 
     @property
     def is_hopper(self) -> bool:

@@ -29,6 +29,7 @@ from milepost.kernels.layout.emit import (
     values_of,
 )
 from milepost.kernels.platform.device import probe, runs_triton
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.expert_table import EXPERTS
@@ -53,6 +54,7 @@ __all__ = [
     "gate",
     "mix",
     "multiply",
+    "multiply_beside",
     "multiply_both",
     "multiply_heads",
     "norms_too",
@@ -79,31 +81,27 @@ def multiply(
     epilogue: Epilogue = Epilogue.NONE,
     emit: Emit = Emit.VALUES,
     into: Tensor | None = None,
-    beside: Raw | None = None,
     launch_dependents: bool = True,
-    like_many: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> Inputs:
     """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
     epilogue.
 
     Gated outputs are emitted as `emit` asks; all others are tensors. Without an epilogue the
-    product may be written `into` a tensor [T, O], whose rows may lie apart. `beside` is a raw
-    weight [R, I] for the same rows, whose outputs follow in `into` [T, O + R]. On a GPU the next
-    kernel may start early unless `launch_dependents` is False. With `like_many` terms are added in
-    the order of many rows, if a kernel for few rows does that.
+    product may be written `into` a tensor [T, O], whose rows may lie apart. On a GPU the next
+    kernel may start early unless `launch_dependents` is False. Terms are added in `order`, or in
+    the weight's own if that is stricter.
     """
     assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
     given = Multiplication(
-        as_activations(rows), weight, bias, epilogue, into, beside, launch_dependents, like_many
+        as_activations(rows), weight, bias, epilogue, into, None, launch_dependents, order
     )
-    if beside is not None:
-        return _multiply_beside(given, beside)
     if epilogue is Epilogue.GATED:
         gated = run_product(given) if _runs_kernels(given) else None
         if gated is not None:
             return gated
         product = _multiply(given._replace(epilogue=Epilogue.NONE))
-        return gate(product, emit, batch_invariant=weight.batch_invariant)
+        return gate(product, emit, order=weight.order)
     return _multiply(given)
 
 
@@ -115,18 +113,29 @@ def _multiply(given: Multiplication) -> Tensor:
     return product if given.into is None else given.into.copy_(product)
 
 
-def _multiply_beside(given: Multiplication, beside: Raw) -> Tensor:
-    assert given.into is not None, "the outputs of both have a place"
-    assert given.bias is None, "products beside each other have no bias"
+def multiply_beside(
+    rows: Inputs,
+    weight: Form,
+    beside: Raw,
+    into: Tensor,
+    *,
+    launch_dependents: bool = True,
+    order: SumOrder = SumOrder.FREE,
+) -> None:
+    """Multiplies `rows` [T, I] by `weight` [O, I] and by a small raw weight `beside` it [R, I], in
+    one launch if a kernel serves both. The outputs stand one after the other in `into` [T, O + R].
+    See `multiply`."""
+    given = Multiplication(
+        as_activations(rows), weight, None, Epilogue.NONE, into, None, launch_dependents, order
+    )
     values = given.rows.values
     if values is not None and values.dtype == beside.values.dtype and _runs_kernels(given):
-        both = run_product(given._replace(epilogue=Epilogue.BESIDE))
-        if both is not None:
-            return both
-    into, split = given.into, given.weight.num_outputs
-    _multiply(given._replace(into=into[..., :split], beside=None))
-    _multiply(given._replace(into=into[..., split:], weight=beside, beside=None))
-    return into
+        both = given._replace(epilogue=Epilogue.BESIDE, beside=beside)
+        if run_product(both) is not None:
+            return
+    split = weight.num_outputs
+    _multiply(given._replace(into=into[..., :split]))
+    _multiply(given._replace(into=into[..., split:], weight=beside))
 
 
 def _runs_kernels(given: Multiplication) -> bool:
@@ -139,7 +148,7 @@ def _runs_kernels(given: Multiplication) -> bool:
 
 def _define(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     """Multiplies in plain torch."""
-    if weight.batch_invariant:
+    if weight.order.is_fixed:
         return in_blocks(lambda rows: _define_any(rows, weight, bias, epilogue), values)
     return _define_any(values, weight, bias, epilogue)
 
@@ -173,11 +182,11 @@ def multiply_both(
 
 
 def multiply_heads(
-    hidden: Tensor, weight: Tensor, gate: Tensor | None = None, *, batch_invariant: bool = False
+    hidden: Tensor, weight: Tensor, gate: Tensor | None = None, *, order: SumOrder = SumOrder.FREE
 ) -> Tensor:
     """Multiplies `hidden` [T, H, I] by `weight` [H, I, O], head by head, and by the sigmoid of
     `gate` [T, H] if given. Returns [T, H, O], token by token in memory."""
-    if batch_invariant:
+    if order.is_fixed:
         made = in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
         return made if gate is None else norm.gate_heads(made.contiguous(), gate)
     num_tokens, _, num_inputs = hidden.shape
@@ -211,12 +220,12 @@ def norms_too(row: Tensor, weight: Raw) -> bool:
     return PRODUCTS.choose(product, probe(row.device)) is not None
 
 
-def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, batch_invariant: bool = False) -> Inputs:
+def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, order: SumOrder = SumOrder.FREE) -> Inputs:
     """Returns SiLU of the first half of the columns times the second half: [T, 2 * I] to [T, I], as
     `emit` asks."""
-    if batch_invariant and not runs_triton(gate_up):
+    if order.is_fixed and not runs_triton(gate_up):
         return in_blocks(norm.silu_mul, gate_up)
-    if emit is Emit.FP8 and rounds_gated(gate_up, batch_invariant=batch_invariant):
+    if emit is Emit.FP8 and rounds_gated(gate_up, order=order):
         from milepost.kernels.products.portable import rounding
 
         return rounding.gate(gate_up, probe(gate_up.device))
@@ -231,25 +240,25 @@ def round_into(target: Fp8Rows, rows: Tensor) -> None:
     rounding.round_into(target, rows, probe(rows.device))
 
 
-def rounds_gated(gate_up: Tensor, *, batch_invariant: bool = False) -> bool:
+def rounds_gated(gate_up: Tensor, *, order: SumOrder = SumOrder.FREE) -> bool:
     """Whether gated columns are rounded to FP8 in the same launch: for many rows, or for some if
-    the next product reads FP8, as a `batch_invariant` product of one row does too."""
+    the next product reads FP8, as a product of one row in a FIXED order does too."""
     is_whole = gate_up.dim() == 2 and gate_up.shape[-1] % (2 * BLOCK) == 0
     if not is_whole or gate_up.element_size() != 2 or gate_up.stride(-1) != 1:
         return False
-    is_some = len(gate_up) > (0 if batch_invariant else 1)
+    is_some = len(gate_up) > (0 if order.is_fixed else 1)
     is_read = len(gate_up) > FEW or (is_some and reads_rounded(gate_up))
     return is_read and runs_triton(gate_up) and probe(gate_up.device).rounds_to_fp8
 
 
 def route(
-    logits: Tensor, num_chosen: int, *, batch_invariant: bool = False, **how: Any
+    logits: Tensor, num_chosen: int, *, order: SumOrder = SumOrder.FREE, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Chooses experts as `experts_reference.route`, with its arguments. Experts are int64, or int32
     on a GPU."""
     if not runs_triton(logits):
         define = partial(experts_reference.route, num_chosen=num_chosen, **how)
-        return in_blocks(define, logits) if batch_invariant else define(logits)
+        return in_blocks(define, logits) if order.is_fixed else define(logits)
     from milepost.kernels.products import routing
 
     return routing.route(logits, num_chosen, **how)
@@ -275,7 +284,7 @@ def mix(
     hidden = values_of(given)
     if isinstance(up, Raw) and isinstance(down, Raw):
         given = hidden, routing_weights, experts, up.values, down.values
-        mixed = experts_reference.apply(*given, limit=limit, batch_invariant=up.batch_invariant)
+        mixed = experts_reference.apply(*given, limit=limit, order=up.order)
         return mixed.unsqueeze(1)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"

@@ -11,7 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
+from milepost.kernels.platform.tables import (
+    HOPPER,
+    Condition,
+    Kernel,
+    KernelTable,
+    RowRange,
+    SumOrder,
+    row,
+)
 from milepost.kernels.products.forms.matrix import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
@@ -57,8 +65,8 @@ class Mixture:
         return self.num_routed if unit == _IN_ALL else self.rows_each
 
     def why_not(self, kernel: Kernel[Any]) -> str:
-        is_free = kernel.batch_invariant or not self.up.batch_invariant
-        return "" if is_free else "its order depends on the number of rows"
+        is_kept = self.up.order <= kernel.serves
+        return "" if is_kept else "its order depends on the number of rows"
 
     @property
     def weights(self) -> tuple[Matrix, Matrix]:
@@ -123,7 +131,7 @@ _RAW, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4, Fp4), (Int8,)
 _FEW = RowRange(most=ROW_BY_ROW, unit=_IN_ALL)
 _MANY = RowRange(above=_TALL, unit=_EACH)
 _SOME = RowRange(above=_TALL, most=_UNPACKED, unit=_EACH)
-_FIXED: dict[str, Any] = {"batch_invariant": True}
+_FIXED: dict[str, Any] = {"serves": SumOrder.FIXED}
 _MEMORY: dict[str, Any] = {"needs": "wgmma or tcgen05", "entry": "run_many"}
 
 EXPERTS: KernelTable[Mixture] = KernelTable(

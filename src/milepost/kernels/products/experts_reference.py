@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import norm
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_blocks, rows_apart
 from milepost.kernels.products.forms import quantised
 from milepost.kernels.products.forms.quantised import Quantised, nth
@@ -119,12 +120,12 @@ def apply(
     down: Tensor,
     *,
     limit: float = 0.0,
-    batch_invariant: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> Tensor:
     """Returns the weighted sums [T, H] of the outputs of each token's experts. `hidden` [T, H],
     `weights` and `experts` [T, N]. Experts are added up in the order of their numbers."""
     given = hidden, weights, experts, gate_up, down
-    if batch_invariant:
+    if order.is_fixed:
         return _apply_hit(*given, limit, in_blocks)
     is_small = hidden.shape[0] <= _DENSE_TOKENS and gate_up[0].numel() <= _DENSE_WEIGHTS
     if is_small and experts.numel() >= gate_up.shape[0]:
@@ -204,7 +205,7 @@ def mix_quantised(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     output = hidden.new_zeros(len(hidden), down.num_outputs, dtype=dtype)
-    width, run = down.num_inputs, in_blocks if up.batch_invariant else _at_once
+    width, run = down.num_inputs, in_blocks if up.order.is_fixed else _at_once
     for expert, tokens in _find_tokens(experts, len(up.scales)):
 
         def compute(own: Tensor, expert: int = expert) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Activations, Inputs, as_activations, values_of
 from milepost.kernels.platform.device import Chip, probe
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Raw
@@ -41,8 +42,8 @@ class Multiplication(NamedTuple):
     """[R, I]"""
     launch_dependents: bool = True
     """Whether the next kernel may start early."""
-    like_many: bool = False
-    """See `Product`."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums, or the weight's own if that is stricter; one row has no order of many."""
 
     @property
     def values(self) -> Tensor:
@@ -73,14 +74,13 @@ class Multiplication(NamedTuple):
             if values.data_ptr() % 16 or (raw is not None and raw.values.data_ptr() % 16):
                 alignment = 1
         return Product(
-            weight=Matrix.of(weight),
+            weight=Matrix.of(weight, self.order if len(self.rows) > 1 else SumOrder.FREE),
             num_rows=len(self.rows),
             epilogue=epilogue,
             has_bias=self.bias is not None,
             alignment=alignment,
             is_contiguous=is_contiguous,
             num_beside=0 if self.beside is None else self.beside.num_outputs,
-            like_many=self.like_many and len(self.rows) > 1,
         )
 
     def new_output(self, split_k: int = 1) -> Tensor:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, RowRange, row
+from milepost.kernels.platform.tables import (
+    HOPPER,
+    Condition,
+    Kernel,
+    KernelTable,
+    RowRange,
+    SumOrder,
+    row,
+)
 from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.hopper import tiles as hopper
@@ -42,9 +50,6 @@ class Product(NamedTuple):
     """Whether a row's values are adjacent."""
     num_beside: int = 0
     """Raw outputs of a product beside this one."""
-    like_many: bool = False
-    """Whether several rows should have the order of many: those of a prefill, however few a hit
-    leaves. A sum with many inputs is cut into parts even so."""
 
     @property
     def form(self) -> type[Any]:
@@ -52,9 +57,11 @@ class Product(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a sum is not cut into parts, though that would be faster."""
+        """Whether a sum is not cut into parts, though that would be faster. With LIKE_MANY a sum of
+        many inputs is cut even so."""
+        order = self.weight.order
         is_short = self.weight.num_inputs <= _WHOLE_INPUTS
-        return self.weight.batch_invariant or (self.like_many and is_short)
+        return order.is_fixed or (order is SumOrder.LIKE_MANY and is_short)
 
     @property
     def is_row(self) -> bool:
@@ -65,7 +72,7 @@ class Product(NamedTuple):
         return self.num_rows
 
     def why_not(self, kernel: Kernel[Any]) -> str:
-        if self.weight.batch_invariant and not self._is_fixed(kernel):
+        if self.weight.order.is_fixed and not self._is_fixed(kernel):
             return "its order depends on the number of rows"
         if self.epilogue not in kernel.epilogues:
             return f"no epilogue {self.epilogue.value}"
@@ -80,7 +87,7 @@ class Product(NamedTuple):
     def _is_fixed(self, kernel: Kernel[Any]) -> bool:
         """Whether the order is the same for any number of rows. Only launches of few rows multiply
         by two weights."""
-        return kernel.batch_invariant and self.epilogue is not Epilogue.BESIDE
+        return kernel.serves.is_fixed and self.epilogue is not Epilogue.BESIDE
 
 
 # Conditions of kernels, each after the reason that is shown where it does not hold.
@@ -91,11 +98,11 @@ _ROW: Condition[Product] = "scales are not of whole blocks", lambda it, _: it.is
 _KEPT_ROW: Condition[Product] = (_ROW[0], lambda it, chip:
     it.weight.has_whole_steps or (it.form is Fp8 and not chip.rounds_to_fp8))
 _EXACT: Condition[Product] = ("bias may be added in another way", lambda it, _:
-    not (it.weight.batch_invariant and it.has_bias))
+    not (it.weight.order.is_fixed and it.has_bias))
 _ROWS: Condition[Product] = ("one row", lambda it, _:
-    not it.is_row or it.weight.batch_invariant)
+    not it.is_row or it.weight.order.is_fixed)
 _INVARIANT: Condition[Product] = ("for batch_invariant", lambda it, _:
-    it.weight.batch_invariant)
+    it.weight.order.is_fixed)
 _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
@@ -103,7 +110,7 @@ _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
 _NARROW: Condition[Product] = (f"more than {row_tiles.FEW_INPUTS} inputs", lambda it, _:
     it.weight.num_inputs <= row_tiles.FEW_INPUTS)
 _FREE: Condition[Product] = ("many rows have another order", lambda it, _:
-    not it.is_whole or it.weight.batch_invariant)
+    not it.is_whole or it.weight.order.is_fixed)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
     it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
@@ -148,9 +155,9 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
         rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
-        batch_invariant=True, **_HOPPER_FEW),
+        serves=SumOrder.FIXED, **_HOPPER_FEW),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
-        _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, batch_invariant=True),
+        _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, serves=SumOrder.FIXED),
     row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _FREE,
         _SMALL, _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
         cut=tiles.cut_raw),
@@ -161,24 +168,24 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
-        rows=_ONE, epilogues=_PLAIN, cut=row_tiles.cut_gemv, batch_invariant=True),
+        rows=_ONE, epilogues=_PLAIN, cut=row_tiles.cut_gemv, serves=SumOrder.FIXED),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW, _HALVES,
         rows=_ONE, epilogues=_GATED, cut=row_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
-        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, batch_invariant=True,
+        epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, serves=SumOrder.FIXED,
         **_HOPPER_FEW),
     row("int4 small_m, Hopper", "products.hopper.int4_small_m", (Int4,), "128 seq, by fragments",
         _ROWS, _ALIGNED, _INT4_SIZES, rows=RowRange(most=_MANY_ROWS // 2), epilogues=_PLAIN,
         cut=hopper.cut_int4, **_HOPPER_FEW),
     row("torch's scaled GEMM", "products.library", (Fp8,), "128 seq", _SM_90, _LINES,
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_scaled",
-        batch_invariant=True, needs="torch's block scales (sm_90)"),
+        serves=SumOrder.FIXED, needs="torch's block scales (sm_90)"),
     row("16-bit weights made first, torch's GEMM", "products.library", (Int4, Fp4), "cuBLAS",
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_unpacked"),
     row("int8 gemm", "products.portable.gemm", _INT8, "int32, exact",
-        epilogues=_PLAIN, cut=tiles.cut_quantised, batch_invariant=True),
+        epilogues=_PLAIN, cut=tiles.cut_quantised, serves=SumOrder.FIXED),
     row("gemm", "products.portable.gemm", _QUANTISED, "128 seq",
-        epilogues=_PLAIN, cut=tiles.cut_quantised, batch_invariant=True),
+        epilogues=_PLAIN, cut=tiles.cut_quantised, serves=SumOrder.FIXED),
 )
 # fmt: on

@@ -32,6 +32,7 @@ from milepost.kernels.layout.verify import (
     lay_out_verifies,
 )
 from milepost.kernels.platform.device import Chip
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_rows, check_slots
 from milepost.kernels.recurrent import reference
 from milepost.kernels.recurrent.reference import (
@@ -105,8 +106,8 @@ class RecurrentOperation:
     recurrence: Recurrence
     conv_width: int
     chunk: int = CHUNK
-    batch_invariant: bool = False
-    """Whether a sequence's bits must not depend on the rest of the batch."""
+    order: SumOrder = SumOrder.FREE
+    """If FIXED, a sequence's bits do not depend on the rest of the batch."""
 
     def __post_init__(self) -> None:
         assert self.chunk <= _CHUNKS[-1], f"a chunk of {self.chunk} tokens outgrows a program"
@@ -115,7 +116,7 @@ class RecurrentOperation:
         """Returns a step's layout: chunks, decodes or verifies for the fused kernels, rows or
         pieces for the reference."""
         if batch.chip is None:
-            define = lay_out_pieces if self.batch_invariant else lay_out_rows
+            define = lay_out_pieces if self.order.is_fixed else lay_out_rows
             return define(batch, conv_width=self.conv_width, chunk=self.chunk)
         if batch.capacity.num_drafts or self._steps_by_verifying(batch):
             return lay_out_verifies(batch, self.chunk)
@@ -129,8 +130,8 @@ class RecurrentOperation:
         """Whether decodes run with the verify kernels, so that all decodes round alike. A decode
         beside a prefill would otherwise run with the prefill's kernels; and among decode kernels
         only Hopper's have the bits of the verify kernels."""
-        if not self.batch_invariant or not batch.capacity.decodes:
-            return self.batch_invariant
+        if not self.order.is_fixed or not batch.capacity.decodes:
+            return self.order.is_fixed
         assert batch.chip is not None, "the reference has rows"
         part = MixerPart(recurrence=self.recurrence, num=1)
         choice = DECODES.choose(part, batch.chip)
@@ -153,7 +154,7 @@ def mix(
     layout: MixerLayout,
     *,
     emit: Emit = Emit.VALUES,
-    batch_invariant: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> Inputs:
     """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's output
     [T, heads * W] and writes both pools, including the states of exports.
@@ -168,7 +169,7 @@ def mix(
     slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs are
     zeros, or undefined in steps that verify. Gated DeltaNet's output is emitted as `emit` asks,
     except in steps that verify; the other mixers return values alone. The products after it read
-    one row in FP8 too if they are `batch_invariant`.
+    one row in FP8 too if their `order` is FIXED.
     """
     if isinstance(layout, MixerRows | MixerPieces):
         return reference.mix(projected, weights, states, layout)
@@ -181,4 +182,4 @@ def mix(
     check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
     from milepost.kernels.recurrent import fused
 
-    return fused.mix(projected, weights, states, layout, emit, batch_invariant=batch_invariant)
+    return fused.mix(projected, weights, states, layout, emit, order=order)

@@ -34,7 +34,7 @@ from milepost.kernels.layout.emit import (
 )
 from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tables import Kernel, KernelTable
+from milepost.kernels.platform.tables import Kernel, KernelTable, SumOrder
 from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products import round_into
 from milepost.kernels.recurrent.portable import mamba2
@@ -75,12 +75,12 @@ def mix(
     layout: ChunkLayout | DecodeLayout | VerifyLayout,
     emit: Emit,
     *,
-    batch_invariant: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> Inputs:
     """See `recurrent.mix`."""
     mixer = describe(projected, weights, states.recurrent)
     if isinstance(layout, DecodeLayout):
-        return _decode(mixer, states, layout.arrivals, emit, batch_invariant=batch_invariant)
+        return _decode(mixer, states, layout.arrivals, emit, order=order)
     if isinstance(layout, ChunkLayout):
         return _prefill(mixer, states, layout, emit)
     like, many = mixer.inputs.mixed.base, layout.prefills
@@ -121,14 +121,14 @@ def _decode(
     arrivals: Tensor | None,
     emit: Emit,
     *,
-    batch_invariant: bool,
+    order: SumOrder,
 ) -> Inputs:
     num_sequences = len(states.slot_out)
     output = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
     kernel = _choose(DECODES, mixer, num_sequences, states)
     fp8 = None
     if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
-        fp8 = room_for(*output.shape, output, Emit.BOTH, batch_invariant=batch_invariant)
+        fp8 = room_for(*output.shape, output, Emit.BOTH, order=order)
     kernel.run(mixer, states.decodes(), output, arrivals, fp8)
     return handed_on(output, fp8)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tiles import next_power_of_2
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Mixer:
     sizes: MixerSizes
     rule: MixerRule
     rule_of: type[Weights]
-    batch_invariant: bool = False
+    order: SumOrder = SumOrder.FREE
     gates_by_sigmoid: bool = False
     """See `Recurrence`."""
 
@@ -236,13 +237,12 @@ class MixerRule(NamedTuple):
 
 
 class DecodingSteps(NamedTuple):
-    """The decoding sequences of a step, with the states and records of a layer."""
+    """The decoding sequences of a step, with a layer's states, and its records of drafts if any."""
 
     conv: SlotStates
     recurrent: SlotStates
     sequences: Sequences
     records: DraftRecords | None
-    """None in a step without drafts."""
 
     @property
     def num_drafts(self) -> int:

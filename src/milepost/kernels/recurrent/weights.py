@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from milepost.kernels.platform.tables import SumOrder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaWeights:
@@ -69,8 +71,8 @@ class Mamba2Weights:
     norm_before_gate: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Bounds of time steps."""
-    batch_invariant: bool = False
-    """Whether tiles must not depend on the number of sequences."""
+    order: SumOrder = SumOrder.FREE
+    """If FIXED, tiles do not depend on the number of sequences."""
 
 
 Weights = GatedDeltaWeights | KDAWeights | Mamba2Weights

@@ -132,7 +132,7 @@ class Fp4Stack(nn.Module):
             factors=self.factors,
             group=self.precision.group,
             num_inputs=self.num_inputs,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:

@@ -147,7 +147,7 @@ class Fp8Stack(nn.Module):
             rows=self.rows,
             depth=self.depth,
             input_scale=self.input_scale,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
 
     def place_projection(

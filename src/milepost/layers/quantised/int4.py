@@ -135,7 +135,7 @@ class _Int4Stack(nn.Module):
             scales=self.scales,
             zeros=self.zeros,
             group=self.group,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:

@@ -38,7 +38,7 @@ class Int8Stack(Fp8Stack):
             values=self.values,
             scales=self.scales,
             input_scale=self.input_scale,
-            batch_invariant=self.scope.batch_invariant,
+            order=self.scope.order,
         )
 
     def _fill_values(self, generator: torch.Generator) -> float:

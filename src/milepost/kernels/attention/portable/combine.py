@@ -28,7 +28,7 @@ def combine(call: AttentionCall, items: AttentionItems) -> None:
     block_e = triton.next_power_of_2(head_dim)
     num_tokens = items.num_combined - items.first_combined
     part, step = block_e, _FEW
-    if not items.batch_invariant:
+    if not items.order.is_fixed:
         part = choose_part(num_tokens * num_heads, block_e)
         step = max(32, _NUMBERS // part)
     _combine_kernel[(num_tokens, num_heads, block_e // part)](

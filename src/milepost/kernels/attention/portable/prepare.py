@@ -18,6 +18,7 @@ from milepost.kernels.attention.pages import PagedKV, as_bytes, rows_per_page
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import decode, encode
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_rows
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
 
@@ -37,17 +38,17 @@ def prepare(
     kv_rows: Tensor,
     *,
     num_heads: int,
-    batch_invariant: bool = False,
+    order: SumOrder = SumOrder.FREE,
 ) -> Tensor:
     """See `reference.prepare`. `norm_scale` is float32 or None, and `kv_rows` [T] int64 are the
-    rows that tokens' keys are written to, -1 for none. With `batch_invariant` the number of threads
+    rows that tokens' keys are written to, -1 for none. In a FIXED `order` the number of threads
     per head does not depend on the number of tokens."""
     check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = kv.pool.shape
     cosines, sines = angles or (None, None)
     query = projected.new_empty(num_tokens, num_heads, head_dim)
-    are_few = num_tokens <= _FEW_TOKENS and not batch_invariant
+    are_few = num_tokens <= _FEW_TOKENS and not order.is_fixed
     tokens = 1 if are_few else _TOKENS_AT_ONCE
     grid = (cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
     _prepare_kernel[grid](

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8, Values
 
@@ -36,7 +37,7 @@ class Packed:
     """Opaque: oneDNN's arrangement."""
     num_outputs: int
     num_inputs: int
-    batch_invariant: bool = False
+    order: SumOrder = SumOrder.FREE
     """See `Values`."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,7 +59,7 @@ def pack(raw: Raw) -> Packed | None:
         values=packed,
         num_outputs=raw.num_outputs,
         num_inputs=raw.num_inputs,
-        batch_invariant=raw.batch_invariant,
+        order=raw.order,
     )
 
 
@@ -101,24 +102,25 @@ class Matrix(NamedTuple):
     """Inputs that share a scale, in four bits."""
     has_input_scale: bool = False
     """The checkpoint sets the scale of all activations."""
-    batch_invariant: bool = False
-    """Whether the order of summation must be the same for all numbers of rows."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums in its products."""
 
     @staticmethod
-    def of(weight: Form) -> Matrix:
+    def of(weight: Form, order: SumOrder = SumOrder.FREE) -> Matrix:
+        """Describes `weight` in products with this order, or its own if that is stricter."""
         # Every launch asks, so neither names nor properties stand between.
-        is_invariant = weight.batch_invariant
+        order = max(weight.order, order)
         if isinstance(weight, Fp8):
             *_, num_outputs, num_inputs = weight.values.shape
             has_scale = weight.input_scale is not None
             sizes = num_outputs, num_inputs, weight.rows, weight.depth, 0
-            return Matrix(Fp8, *sizes, has_scale, is_invariant)
+            return Matrix(Fp8, *sizes, has_scale, order)
         if isinstance(weight, Int8):
             sizes = weight.num_outputs, weight.num_inputs, 1, weight.num_inputs, 0
-            return Matrix(Int8, *sizes, weight.input_scale is not None, is_invariant)
+            return Matrix(Int8, *sizes, weight.input_scale is not None, order)
         group = 0 if isinstance(weight, RawForm) else weight.group
         sizes = weight.num_outputs, weight.num_inputs, 0, 0, group
-        return Matrix(type(weight), *sizes, False, is_invariant)
+        return Matrix(type(weight), *sizes, False, order)
 
     @property
     def num_weights(self) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import (
     BLOCK,
     FP8,
@@ -37,9 +38,8 @@ class Values:
 
     values: Tensor
     """[..., O, I], contiguous."""
-    batch_invariant: bool = False
-    """Whether a row's bits must not depend on the number of rows, so that every kernel must add
-    terms in the same order."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums that every product with them needs; a product may ask for a stricter one."""
 
     @property
     def num_inputs(self) -> int:
@@ -111,7 +111,7 @@ class Nibbles:
     """[..., O, J / 2] uint8, where J is I, or I rounded up."""
     group: int
     """Inputs that share a scale."""
-    batch_invariant: bool = False
+    order: SumOrder = SumOrder.FREE
     """See `Values`."""
 
     @property

@@ -61,7 +61,7 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     block_m = next((rows for rows in _RAW_STAGES if num_rows <= rows), 0)
-    if not block_m or (num_rows == 1 and not weight.batch_invariant):
+    if not block_m or (num_rows == 1 and not weight.order.is_fixed):
         return None
     wide, long, square, small = _RAW_STAGES[block_m]
     stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1

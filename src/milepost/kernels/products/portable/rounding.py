@@ -106,7 +106,7 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     costs more; of more rows, each program would do so again with the same ones."""
     rows = as_activations(rows)
     is_summed = isinstance(weight, Int4) and weight.group >= FP4_LANE
-    if is_summed and (weight.batch_invariant or not are_few):
+    if is_summed and (weight.order.is_fixed or not are_few):
         values = values_of(rows)
         return values, sum_rows(values, min(weight.group, BLOCK))
     keeps_rows = isinstance(weight, Fp8) and not chip.rounds_to_fp8
@@ -126,7 +126,7 @@ def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
     rows = as_activations(rows)
     if weight.depth == BLOCK and rows.fp8 is not None:
         return rows.fp8.values, rows.fp8.scales
-    is_whole = len(rows) > 1 or weight.batch_invariant
+    is_whole = len(rows) > 1 or weight.order.is_fixed
     num_padded = cdiv(len(rows), LINE) * LINE if is_whole else 1
     return quantise(values_of(rows), weight.depth, chip, num_padded=num_padded)
 

@@ -123,7 +123,7 @@ def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
     """Returns the tiles of a quantised GEMM with this many rows."""
     if weight.form in (Fp8, Int8):
         return next((each for each in (FEW, SOME, MORE) if num_rows <= each.block_m), MANY)
-    is_large = weight.num_outputs >= _MANY_OUTPUTS and not weight.batch_invariant
+    is_large = weight.num_outputs >= _MANY_OUTPUTS and not weight.order.is_fixed
     if is_large and weight.form is Int4 and _EIGHT.block_m < num_rows <= _SIXTEEN.block_m:
         if weight.group >= FP4_LANE:
             return _OF_MANY
@@ -150,7 +150,7 @@ def _most_in_eights(weight: Matrix, chip: Chip) -> int:
     """Returns how many rows are multiplied by eights. Hopper multiplies them by other instructions
     than more, so with other bits, and 16 in two tiles are faster than in one; AMD's units do not
     have so few."""
-    if weight.batch_invariant or chip.is_amd:
+    if weight.order.is_fixed or chip.is_amd:
         return 0
     return 16 if chip.has_wide_mma else 8
 
@@ -191,7 +191,7 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
         return _choose_quantised(routed)
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        if routed.up.batch_invariant:
+        if routed.up.order.is_fixed:
             # Only the largest tiles have the order of blocks that are larger still.
             up = _spread(_LARGE, routed.size, routed)
             down = _spread(_LARGE, routed.down.num_outputs, routed)

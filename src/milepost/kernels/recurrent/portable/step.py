@@ -58,7 +58,7 @@ def run(
     convolve_kernel[(num_sequences, 2 * sizes.units + sizes.heads)](
         *operands, SIZES=sizes, num_warps=1
     )
-    num_cut = 1 if mixer.batch_invariant else num_sequences
+    num_cut = 1 if mixer.order.is_fixed else num_sequences
     heads, num_warps = _cut(sizes, num_cut, output.device)
     functions = {"OPEN_HEAD": rule.open_head, "STRENGTHS": rule.strengths, "FINISH": rule.finish}
     functions |= {"ADVANCE": rule.advance, "READ": rule.read}

@@ -66,7 +66,7 @@ def describe(rows: Tensor, weights: Mamba2Weights, recurrent_pool: Tensor) -> Mi
         sizes=sizes,
         rule=MixerRule(open_head, strengths, advance, read, finish),
         rule_of=Mamba2Weights,
-        batch_invariant=weights.batch_invariant,
+        order=weights.order,
     )
 
 
