@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from milepost.kernels.mtp import Carried, CarryRows, reference
-from milepost.kernels.mtp.reference import lay_out
+from milepost.kernels.mtp import Carried, CarryRows, join, keep, lay_out
 from tests.batches import Part, build_batch
 
 SIZE, EPS, NUM_SLOTS, NUM_DRAFTS = 24, 1e-6, 12, 3
@@ -105,7 +104,7 @@ def build_case() -> Case:
 
 def test_every_token_is_joined_with_the_state_before_it() -> None:
     case = build_case()
-    joined = reference.join(
+    joined = join(
         case.hidden, case.token_ids, case.table, case.scales, EPS, (case.carried, case.rows)
     )
     torch.testing.assert_close(joined, case.expected())
@@ -114,5 +113,5 @@ def test_every_token_is_joined_with_the_state_before_it() -> None:
 def test_slots_carry_the_last_state_of_what_they_stand_for() -> None:
     case = build_case()
     expected = case.kept()
-    reference.keep(case.hidden, case.carried, case.rows)
+    keep(case.hidden, case.carried, case.rows)
     case.assert_kept(expected)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from milepost.kernels.mtp import CarryRows, reference, triton
+from milepost.kernels.mtp import CarryRows, join, triton
 from tests.kernels.test_mtp import EPS, build_case
 
 
@@ -28,7 +28,7 @@ def lengthened(values: Tensor) -> Tensor:
 def test_join() -> None:
     case = build_case()
     given = case.hidden, case.token_ids, case.table, case.scales, EPS
-    expected = reference.join(*given, (case.carried, case.rows))
+    expected = join(*given, (case.carried, case.rows))
     longer = replace(case, token_ids=lengthened(case.token_ids), hidden=lengthened(case.hidden))
     joined = triton.join(
         longer.hidden,
@@ -39,7 +39,7 @@ def test_join() -> None:
         (case.carried, padded(case.rows)),
     )
     torch.testing.assert_close(joined[: len(expected)], expected)
-    torch.testing.assert_close(triton.join(*given), reference.join(*given))
+    torch.testing.assert_close(triton.join(*given), join(*given))
 
 
 def test_keep() -> None:

@@ -7,7 +7,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from milepost.kernels.vision import PictureFrames, attention, reference, triton
+from milepost.kernels import vision
+from milepost.kernels.vision import PictureFrames, attention, triton
 from milepost.kernels.vision.attention import VisionTiles
 from tests.numbers import relative_error
 
@@ -23,7 +24,7 @@ def test_normalise(held: int) -> None:
     random = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (5, 3 * held * 16), generator=random, dtype=torch.uint8)
     arguments = rows, randn(3, 256), 2, 16
-    assert torch.equal(triton.normalise(*arguments), reference.normalise(*arguments))
+    assert torch.equal(triton.normalise(*arguments), vision.normalise(*arguments))
 
 
 @pytest.mark.parametrize("size", [(1, 6), (4, 6), (12, 2)])
@@ -31,7 +32,7 @@ def test_add_positions(size: tuple[int, int]) -> None:
     index = torch.arange(size[0] * size[1])
     places = index // size[1], index % size[1]
     arguments = randn(len(index), 20), randn(25, 20), places, size
-    made, wanted = triton.add_positions(*arguments), reference.add_positions(*arguments)
+    made, wanted = triton.add_positions(*arguments), vision.add_positions(*arguments)
     torch.testing.assert_close(made, wanted)
 
 
@@ -40,9 +41,7 @@ def test_add_positions(size: tuple[int, int]) -> None:
 def test_add_norm(has_delta: bool, width: int) -> None:
     hidden, delta = 3 + randn(7, width), randn(9, width)[:7] if has_delta else None
     arguments = hidden, delta, randn(width), randn(1, width)[0], 1e-6
-    for made, wanted in zip(
-        triton.add_norm(*arguments), reference.add_norm(*arguments), strict=True
-    ):
+    for made, wanted in zip(triton.add_norm(*arguments), vision.add_norm(*arguments), strict=True):
         torch.testing.assert_close(made, wanted)
 
 
@@ -52,7 +51,7 @@ def test_attend(lengths: tuple[int, ...], head_dim: int) -> None:
     num_patches, num_heads, frames = sum(lengths), 2, frames_of(lengths)
     projected = randn(num_patches, 3 * num_heads * head_dim)
     angles = randn(num_patches, head_dim // 2).cos(), randn(num_patches, head_dim // 2).sin()
-    wanted = reference.attend(projected.clone(), angles, num_heads, frames)
+    wanted = vision.attend(projected.clone(), angles, num_heads, frames)
     given = projected.clone()
     made = attention.attend(projected, angles, num_heads, frames, SMALL)
     assert relative_error(made, wanted) < 1e-5

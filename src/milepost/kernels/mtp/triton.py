@@ -1,4 +1,4 @@
-"""The inputs of an MTP head on a GPU: each of `reference`'s functions in one launch.
+"""The inputs of an MTP head on a GPU: each of `mtp`'s functions in one launch.
 
 Legend: T tokens, V vocabulary, C hidden size, W states to be carried, N numbers of a state.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.mtp.reference import Carried, CarryRows
+from milepost.kernels.mtp import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import norm_row
 from milepost.kernels.platform.tensors import check_contiguous
@@ -27,7 +27,7 @@ def join(
     eps: float,
     carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
-    """See `reference.join`; rows of `hidden` and slots of `carried` may lie apart."""
+    """See `mtp.join`; rows of `hidden` and slots of `carried` may lie apart."""
     num_tokens, size = hidden.shape
     joined = hidden.new_empty(num_tokens, 2 * size)
     columns = next_power_of_2(size)
@@ -103,14 +103,14 @@ def _join_kernel(
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """See `reference.keep`; rows of `hidden` may lie apart."""
+    """See `mtp.keep`; rows of `hidden` may lie apart."""
     _keep(hidden, hidden, carried, rows, slice(None), by_token=True)
 
 
 def keep_states(
     states: Tensor, recorded: Tensor | None, carried: Carried, rows: CarryRows, columns: slice
 ) -> None:
-    """See `reference.keep_states`."""
+    """See `mtp.keep_states`."""
     check_contiguous(states=states)
     _keep(states, recorded, carried, rows, columns, by_token=False)
 

@@ -1,4 +1,4 @@
-"""A vision tower's attention on a GPU: `reference.attend` in two launches.
+"""A vision tower's attention on a GPU: `vision.attend` in two launches.
 
 A head of 72 dimensions is multiplied as 64 and 16, the last half empty: the tensor cores take
 powers of two, and 128 would nearly double the work.
@@ -18,7 +18,7 @@ from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import LOG2_E
 from milepost.kernels.platform.tensors import check_contiguous
 from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.vision.reference import PictureFrames
+from milepost.kernels.vision import PictureFrames
 
 _MAIN = 64
 """Dimensions of a head that are multiplied first."""
@@ -50,7 +50,7 @@ def attend(
     frames: PictureFrames,
     tiles: VisionTiles | None = None,
 ) -> Tensor:
-    """See `reference.attend`. Turns queries and keys in place, then attends; a patch's bits depend
+    """See `vision.attend`. Turns queries and keys in place, then attends; a patch's bits depend
     on its own frame alone."""
     check_contiguous(projected=projected, cosines=angles[0], sines=angles[1])
     num_patches, width = projected.shape

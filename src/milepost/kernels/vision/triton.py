@@ -1,4 +1,4 @@
-"""Operations around a vision tower's attention on a GPU: those of `reference`, each in one
+"""Operations around a vision tower's attention on a GPU: those of `vision`, each in one
 launch.
 
 Legend: P patches of one picture, B bytes of a patch, F frames of a patch, X pixels of a patch in
@@ -18,7 +18,7 @@ from milepost.kernels.platform.tiles import next_power_of_2
 
 
 def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> Tensor:
-    """See `reference.normalise`."""
+    """See `vision.normalise`."""
     check_contiguous(rows=rows, table=table)
     num_patches, num_bytes = rows.shape
     channels, num_values = table.shape
@@ -67,7 +67,7 @@ def _normalise_kernel(
 def add_positions(
     hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
 ) -> Tensor:
-    """See `reference.add_positions`; sums are float32."""
+    """See `vision.add_positions`; sums are float32."""
     check_contiguous(hidden=hidden, table=table)
     num_patches, width = hidden.shape
     output = torch.empty_like(hidden)
@@ -127,7 +127,7 @@ def _entry(table, number, place, mask, SIZE: tl.constexpr):
 def add_norm(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.add_norm`; sums are float32."""
+    """See `vision.add_norm`; sums are float32."""
     check_contiguous(hidden=hidden, **({} if delta is None else {"delta": delta}))
     num_patches, width = hidden.shape
     normed = torch.empty_like(hidden)
@@ -171,5 +171,5 @@ def _add_norm_kernel(
 
 
 def multiply_gelu(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `reference.multiply_gelu`; one launch of torch's GEMM, which has the same GELU."""
+    """See `vision.multiply_gelu`; one launch of torch's GEMM, which has the same GELU."""
     return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
