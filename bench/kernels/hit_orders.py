@@ -30,7 +30,7 @@ from milepost.kernels import products
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products.forms.matrix import Epilogue, Form
+from milepost.kernels.products.forms import Epilogue, Form
 from milepost.kernels.products.run import Multiplication
 from milepost.kernels.products.table import PRODUCTS
 

@@ -36,7 +36,6 @@ from bench.kernels.quantised import HIDDEN, SHAPES, SIZE, bytes_of
 from milepost.kernels import products
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import hopper_kernels, probe
-from milepost.kernels.platform.tiles import Tiles, choose_split_k
 from milepost.kernels.products import Epilogue, mix, multiply
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms.quantised import Int4, Quantised
@@ -44,7 +43,7 @@ from milepost.kernels.products.grouping import group
 from milepost.kernels.products.portable import gemm, gemv, grouped
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.portable.row_tiles import GemvTiles
-from milepost.kernels.products.portable.tiles import SplitTiles
+from milepost.kernels.products.portable.tiles import SplitTiles, Tiles, choose_split_k
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 FORMS = quantised.FORMS | {"int4, 32": partial(quantised.make_int4, group=32)}

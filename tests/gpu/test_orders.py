@@ -15,7 +15,7 @@ from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix
+from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.attention_cases import Case, Step
 from tests.kernels.orders import NUM_ROWS, SHAPES, compare, forms

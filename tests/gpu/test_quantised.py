@@ -11,10 +11,10 @@ import torch
 from milepost.kernels import norm, products
 from milepost.kernels.layout.emit import Emit, as_activations, values_of
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import Epilogue, expert_table, mix, multiply, reads, table
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable import grouped
+from milepost.kernels.products.portable.tiles import Tiles
 from tests.kernels.choices import forget, multiplication, run_kernel, without
 from tests.kernels.quantised_cases import (
     check,

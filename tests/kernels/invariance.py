@@ -16,7 +16,7 @@ from milepost.kernels import products
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Raw
+from milepost.kernels.products.forms import Epilogue, Form, Matrix, Raw
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import without
 from tests.kernels.orders import run_all

@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels import products
 from milepost.kernels.platform.device import probe
 from milepost.kernels.products import table
-from milepost.kernels.products.forms.matrix import Form, Matrix, Raw
+from milepost.kernels.products.forms import Form, Matrix, Raw
 from tests.kernels.choices import without
 from tests.kernels.quantised_cases import make_fp8, make_int4, make_int8, make_rows, to
 

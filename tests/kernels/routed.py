@@ -11,7 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.products import mix
-from milepost.kernels.products.forms.matrix import Form, Raw
+from milepost.kernels.products.forms import Form, Raw
 from milepost.kernels.products.run import RoutedRows
 
 

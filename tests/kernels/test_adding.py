@@ -11,10 +11,11 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import CHIPS, probe
 from milepost.kernels.platform.tables import RowRange, row
-from milepost.kernels.products import Epilogue, describe
+from milepost.kernels.products import Epilogue
 from milepost.kernels.products.forms.quantised import Fp8, multiply
 from milepost.kernels.products.run import Multiplication
 from milepost.kernels.products.table import PRODUCTS, Product
+from milepost.models import kernel_list
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import make_fp8, make_rows
 from tests.tools.test_tables import tables
@@ -89,7 +90,7 @@ def test_the_pages_and_the_command_show_it(added) -> None:
     line = "| added | fp8 | 3 to 7 | any chip | none, partials | all at once |"
     assert line in tables.products(PRODUCTS)
     weight = multiplication(make_rows(1, 256), make_fp8(200, 256)).product.weight
-    spans = describe.spans(
+    spans = kernel_list.spans(
         PRODUCTS, lambda num: Product(weight=weight, num_rows=num), CHIPS["sm_80"][1]
     )
     assert [(each.first, each.last) for each in spans if each.kernel == "added"] == [(3, 7)]

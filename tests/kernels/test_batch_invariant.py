@@ -13,7 +13,7 @@ from milepost.kernels import products
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Form, Raw
 from milepost.kernels.products.experts_reference import Scores
-from milepost.kernels.products.forms.matrix import pack
+from milepost.kernels.products.forms import pack
 from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8
 
 NUM_ROWS, NUM_INPUTS = 150, 256

@@ -6,7 +6,7 @@ import pytest
 
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products.forms.matrix import Matrix
+from milepost.kernels.products.forms import Matrix
 from milepost.kernels.products.forms.quantised import Fp4, Int4
 from milepost.kernels.products.portable.tiles import choose_experts, choose_gemm
 

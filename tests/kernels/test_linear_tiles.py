@@ -7,7 +7,7 @@ import pytest
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Raw
-from milepost.kernels.products.forms.matrix import Matrix
+from milepost.kernels.products.forms import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper import tiles
 from milepost.kernels.products.table import Product

@@ -22,7 +22,7 @@ from milepost.kernels.attention.portable.tiles import AttentionTile
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.choices import TABLES, forget

@@ -10,7 +10,7 @@ import pytest
 from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix
+from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.layers.linear import Linear
 from milepost.models import many

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from milepost.kernels import products
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products.forms.matrix import Form, Packed, RawForm, pack
+from milepost.kernels.products.forms import Form, Packed, RawForm, pack
 from milepost.layers.weight_slots import (
     WeightSlot,
     WeightSlots,

@@ -7,14 +7,17 @@ Legend: O outputs, I inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from milepost.kernels.attention.describe import Served, heads_served, latents_served
+from milepost.kernels.attention.table import Served, heads_served, latents_served
 from milepost.kernels.platform.device import Chip, find_chip, present_chip
-from milepost.kernels.products.describe import Span, spans
+from milepost.kernels.platform.tables import KernelTable, P
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix
+from milepost.kernels.products.forms import Epilogue, Form, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.kernels.recurrent import TABLES, MixerPart, RecurrentOperation
 from milepost.layers.attention import Attention
@@ -26,6 +29,8 @@ from milepost.models.loading import LoadOptions, outline
 
 _SUMMED = ("out", "down", "router")
 """Projections whose split-K partials are added up by their reader."""
+_PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
+"""Numbers of tokens that are looked up in the table."""
 COLUMNS = ("weight", "form, O x I", "tokens", "kernel", "order", "instead of")
 
 
@@ -121,3 +126,58 @@ def _attention(
     group, is_windowed = heads.num_heads // heads.num_kv_heads, heads.window is not None
     shape += f", windows of {heads.window}" if is_windowed else ""
     return shape, heads_served(group, heads.head_dim, dtype, chip, is_windowed=is_windowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A range of numbers of tokens that one kernel serves."""
+
+    first: int
+    last: int
+    kernel: str
+    order: str
+    refused: str
+    """Why the kernel before it in the table does not serve them."""
+
+    @property
+    def tokens(self) -> str:
+        if self.last == _PROBED[-1]:
+            return f"from {self.first}"
+        return str(self.first) if self.first == self.last else f"{self.first} to {self.last}"
+
+
+class _Served(NamedTuple):
+    kernel: str
+    order: str
+
+
+def spans(table: KernelTable[P], make: Callable[[int], P], chip: Chip) -> list[Span]:
+    """Returns which kernels of the table serve the problems that `make` returns for a number of
+    tokens."""
+
+    def find(num_tokens: int) -> _Served:
+        choice = table.choose(make(num_tokens), chip)
+        return _Served(choice.kernel.name, choice.order) if choice else _Served("two launches", "")
+
+    def span(first: int, last: int) -> Span:
+        refused = list(table.refusals(make(first), chip))
+        reason = f"{refused[-1][0].name}: {refused[-1][1]}" if refused else ""
+        return Span(first=first, last=last, **find(first)._asdict(), refused=reason)
+
+    starts = [_PROBED[0], *_changes(find)]
+    return [span(first, after - 1) for first, after in pairwise([*starts, _PROBED[-1] + 1])]
+
+
+def _changes(find: Callable[[int], _Served]) -> Iterator[int]:
+    """Yields the numbers of tokens at which another kernel takes over."""
+    for before, num_tokens in pairwise(_PROBED):
+        served = find(num_tokens)
+        if served == find(before):
+            continue
+        while num_tokens - before > 1:
+            middle = (before + num_tokens) // 2
+            if find(middle) == served:
+                num_tokens = middle
+            else:
+                before = middle
+        yield num_tokens

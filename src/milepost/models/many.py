@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import KernelTable, P, SumOrder
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix
+from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import GatedDelta

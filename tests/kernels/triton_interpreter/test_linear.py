@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import Epilogue, Raw
 from milepost.kernels.products.portable import gemm, gemv
 from milepost.kernels.products.portable.row_tiles import GemvTiles
-from milepost.kernels.products.portable.tiles import SplitTiles
+from milepost.kernels.products.portable.tiles import SplitTiles, Tiles
 from milepost.kernels.products.table import PRODUCTS
 from tests.kernels.choices import multiplication, run_kernel
 from tests.numbers import relative_error

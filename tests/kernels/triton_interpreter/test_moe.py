@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from milepost.kernels.platform.tiles import Tiles
 from milepost.kernels.products import experts_reference as reference
 from milepost.kernels.products import routing as triton
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.experts_reference import Scores
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.grouping import Groups, group_few, group_many
 from milepost.kernels.products.portable import gemv, grouped, grouped_large
 from milepost.kernels.products.portable.row_tiles import GemvTiles
+from milepost.kernels.products.portable.tiles import Tiles
 from milepost.kernels.products.run import run_mixture
 from tests.kernels.routed import as_routed, poisoned_outputs
 from tests.numbers import relative_error

@@ -15,9 +15,8 @@ from milepost.kernels.layout.emit import Emit, as_activations
 from milepost.kernels.norm import triton as norm_triton
 from milepost.kernels.norm.reference import silu_mul
 from milepost.kernels.platform.device import Chip, probe
-from milepost.kernels.platform.tiles import Tiles
-from milepost.kernels.products import experts_reference
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Raw
+from milepost.kernels.products import experts_reference, library
+from milepost.kernels.products.forms import Epilogue, Form, Raw
 from milepost.kernels.products.forms.quantised import (
     FP8,
     Fp8,
@@ -30,11 +29,11 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, grouped, grouped_large, unpack
+from milepost.kernels.products.portable import gemm, grouped, grouped_large
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
-from milepost.kernels.products.portable.tiles import SplitTiles
+from milepost.kernels.products.portable.tiles import SplitTiles, Tiles
 from milepost.kernels.products.run import Multiplication, run_mixture
 from tests.kernels.choices import forget, multiplication, run_kernel
 from tests.kernels.quantised_cases import (
@@ -201,7 +200,7 @@ def test_parts_along_the_inputs_add_up(monkeypatch, make: Callable[..., Quantise
 def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
     """Of a matrix or a stack; in float16, for the interpreter has no arithmetic in bfloat16."""
     weight = make_int4(*shape, group=group)
-    unpacked = unpack.unpack(weight, torch.float16)
+    unpacked = library.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=0)
 
@@ -210,12 +209,12 @@ def test_four_bits_become_sixteen(shape: tuple[int, ...], group: int) -> None:
 @pytest.mark.parametrize("shape", [(72, 256), (3, 40, 384)])
 def test_every_float_of_four_bits_becomes_sixteen(shape: tuple[int, ...], group: int) -> None:
     weight = make_fp4(*shape, group=group)
-    unpacked = unpack.unpack(weight, torch.float16)
+    unpacked = library.unpack(weight, torch.float16)
     expected = weight.dequantise(torch.float32)
     torch.testing.assert_close(unpacked.float(), expected, rtol=1e-3, atol=2**-25)
     # Without factors to round, they are all of their digits.
     whole = replace(weight, factors=torch.ones_like(weight.factors))
-    unpacked = unpack.unpack(whole, torch.float16)
+    unpacked = library.unpack(whole, torch.float16)
     assert torch.equal(unpacked.float(), whole.dequantise(torch.float32))
 
 

@@ -12,7 +12,7 @@ from milepost.kernels.attention import PagedKV
 from milepost.kernels.attention import run as attention
 from milepost.kernels.attention.portable import prepare
 from milepost.kernels.norm import triton as norm
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.portable import gemm
 from milepost.kernels.products.portable.tiles import SplitTiles
 from milepost.kernels.products.run import run_mixture

@@ -25,7 +25,7 @@ from torch import Tensor
 from milepost.kernels.comm import RankBuffers
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import add_parts, norm_row
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 
 
 class Addends(NamedTuple):

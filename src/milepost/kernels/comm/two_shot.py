@@ -24,7 +24,7 @@ from milepost.kernels.comm import RankBuffers
 from milepost.kernels.comm.one_shot import Sums, launch, open_sums, wait_for_turn
 from milepost.kernels.platform.launches import launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import add_parts, norm_row
-from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.platform.tensors import cdiv
 
 
 def share_norm(

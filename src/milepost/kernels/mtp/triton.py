@@ -12,8 +12,7 @@ from torch import Tensor
 from milepost.kernels.mtp import Carried, CarryRows
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import norm_row
-from milepost.kernels.platform.tensors import check_contiguous
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 
 _BLOCK = 2048
 """Numbers of a state that one program copies, at most."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate, sigmoid
-from milepost.kernels.platform.tensors import check_rows
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
 
 _COLUMNS = 1024
 

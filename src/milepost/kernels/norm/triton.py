@@ -22,8 +22,14 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import add_parts, encode, norm_row, scale_of
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.platform.tensors import BLOCK, check_contiguous, check_rows, parts_of
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import (
+    BLOCK,
+    cdiv,
+    check_contiguous,
+    check_rows,
+    next_power_of_2,
+    parts_of,
+)
 
 _WEIGHTS = 8192
 """Weights per program of `add_norm_and_multiply`."""

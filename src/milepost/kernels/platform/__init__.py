@@ -6,6 +6,5 @@ pretending  a GPU that is not there, and what tensors on it would take
 tables      a row for each kernel and the choice among them; operations with one each (`fused`)
 gluon       differences between Triton's versions, and FP8 in Gluon
 numerics    functions of activations, norms and FP8 in Triton
-tensors     number types, strides and slots of pools, in torch
-tiles       how a GEMM is cut into programs
+tensors     number types, strides, slots of pools and rounded quotients, without Triton
 """

@@ -1,4 +1,5 @@
-"""Number types and strides of the tensors that kernels take, and slots of pools, in plain torch."""
+"""Number types and strides of the tensors that kernels take, slots of pools, and two functions of
+whole numbers, without Triton."""
 
 from __future__ import annotations
 
@@ -123,3 +124,14 @@ def write_slots(pool: Tensor, slot_out: Tensor, states: Tensor) -> None:
     if pool.device.type == "cpu" and rows.shape[1] * pool.itemsize % _WIDEST.itemsize == 0:
         rows, sources = rows.view(_WIDEST), sources.contiguous().view(_WIDEST)
     rows.index_copy_(0, slot_out, sources)
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Returns the quotient, rounded up. (Triton's own cdiv takes as long as a small allocation on
+    the host.)"""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Returns the least power of two that is no less than a positive `number`."""
+    return 1 << (number - 1).bit_length()

@@ -34,8 +34,7 @@ from milepost.kernels.platform.tensors import accumulation_dtype, cast, in_block
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.experts_reference import SOFTMAX, Scores
-from milepost.kernels.products.forms import quantised
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Packed, Raw, RawForm
+from milepost.kernels.products.forms import Epilogue, Form, Matrix, Packed, Raw, RawForm, quantised
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.run import Multiplication, run_mixture, run_product
 from milepost.kernels.products.table import PRODUCTS, Product

@@ -20,7 +20,7 @@ from milepost.kernels.platform.tables import (
     SumOrder,
     row,
 )
-from milepost.kernels.products.forms.matrix import Matrix, Raw
+from milepost.kernels.products.forms import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
 ROW_BY_ROW = 40
@@ -163,8 +163,8 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         rows=_MANY, **_MEMORY),
     row("fp4 grouped, wide", "products.portable.grouped", (Fp4,), "64 seq", _WIDE,
         rows=_SOME, **_MEMORY),
-    row("16-bit weights made first, raw grouped", "products.portable.unpack",
-        (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH)),
+    row("16-bit weights made first, raw grouped", "products.library",
+        (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH), entry="run_experts"),
     row("int8 grouped", "products.portable.grouped", _INT8, "int32, exact", **_FIXED),
     row("grouped", "products.portable.grouped", _QUANTISED, "128 seq", **_FIXED),
 )

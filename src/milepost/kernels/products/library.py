@@ -1,16 +1,37 @@
-"""torch's own GEMMs, as entries of rows in `table`, where they are as fast as ours."""
+"""torch's own GEMMs, as entries of rows in `table`, where they are as fast as ours; and 16-bit
+weights made of four-bit ones, for products with enough rows to pay for it.
+
+Legend: T tokens, H hidden size; I inputs, O outputs; N outputs, K inputs of a program.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.layout.emit import LINE
-from milepost.kernels.products.forms.matrix import Epilogue, Raw
-from milepost.kernels.products.forms.quantised import FourBits, Fp8
+from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import cdiv
+from milepost.kernels.products.forms import Epilogue, Form, Raw
+from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8
 from milepost.kernels.products.hopper.tiles import LibraryTiles
-from milepost.kernels.products.run import Multiplication
+from milepost.kernels.products.portable import float4, int4, rounding
+from milepost.kernels.products.portable.gemm_step import factors
+from milepost.kernels.products.portable.weights import (
+    ProductShape,
+    WeightTensors,
+    columns,
+    find_row,
+    load_scales,
+)
+from milepost.kernels.products.run import Multiplication, RoutedRows, run_chosen
+
+_BLOCK_N = 64
+"""Outputs of a program that unpacks."""
 
 
 def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
@@ -26,8 +47,6 @@ def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
 def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Multiplies with FP8 weights. torch takes rows in multiples of four, so other numbers of rows
     are not written `into` a tensor directly."""
-    from milepost.kernels.products.portable import rounding
-
     weight, num_rows = given.weight, len(given.rows)
     assert isinstance(weight, Fp8), "the kernel's form"
     values, scales = rounding.round_lines(given.rows, weight, given.chip)
@@ -48,8 +67,60 @@ def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
 
 def run_unpacked(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Unpacks four-bit weights to 16 bits, then multiplies with those."""
-    from milepost.kernels.products.portable.unpack import unpack
-
     assert isinstance(given.weight, FourBits), "the kernel's forms"
     product = F.linear(given.values, unpack(given.weight, given.rows.dtype))
     return product if given.bias is None else product.add_(given.bias)
+
+
+def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
+    """Returns the weights [..., O, I] of one matrix or a stack, rounded to a 16-bit type."""
+    device, num_inputs = weight.packed.device, weight.num_inputs
+    output = torch.empty(*weight.packed.shape[:-1], num_inputs, dtype=dtype, device=device)
+    num_rows, chip = output.numel() // num_inputs, probe(device)
+    shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK)
+    _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // shape.block_k)](
+        WeightTensors.of(weight, chip),
+        output,
+        SHAPE=shape._replace(outputs=num_rows),
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return output
+
+
+def run_experts(routed: RoutedRows) -> Tensor:
+    """Returns partials [T, N, H] of experts, with the kernel for raw weights."""
+
+    def widen(weight: Form) -> Raw:
+        assert isinstance(weight, FourBits), "the kernel's forms"
+        return Raw(values=unpack(weight, routed.rows.dtype))
+
+    return run_chosen(routed._replace(up=widen(routed.up), down=widen(routed.down)))
+
+
+@quick
+@triton.jit
+def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
+    launch_dependents()
+    wait_for_inputs()
+    LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
+    TYPE: tl.constexpr = output.dtype.element_ty
+    o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    row = (o_n % SHAPE.outputs).to(tl.int64)
+    i_k = tl.program_id(1) * SHAPE.block_k
+    o_x, o_w = columns(SHAPE)
+    p_row = find_row(weight, 0, row, SHAPE)
+    b_w = tl.load(p_row[0][:, None] + i_k // 2 + o_w[None, :])
+    target = output + row[:, None] * SHAPE.inputs + i_k + o_x[None, :]
+    mask = (o_n < SHAPE.outputs)[:, None]
+    scales = load_scales(p_row, i_k, SHAPE)
+    if SHAPE.group < 0:
+        factor = factors(p_row[2])[:, None]
+        low = (float4.low(b_w, scales[0], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
+        high = (float4.high(b_w, scales[1], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
+    else:
+        scale, zero, high_scale, high_zero = scales
+        low = int4.weights(int4.low(b_w, TYPE, SHAPE.has_ptx), scale, zero)
+        high = int4.weights(int4.high(b_w, TYPE, SHAPE.has_ptx), high_scale, high_zero)
+    tl.store(target, low, mask=mask)
+    tl.store(target + LANE, high, mask=mask)

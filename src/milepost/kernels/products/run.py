@@ -20,7 +20,7 @@ from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms.matrix import Epilogue, Form, Matrix, Raw
+from milepost.kernels.products.forms import Epilogue, Form, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.table import PRODUCTS, Product
 

@@ -16,7 +16,7 @@ from milepost.kernels.platform.tables import (
     SumOrder,
     row,
 )
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.products.forms import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.hopper import tiles as hopper
 from milepost.kernels.products.portable import row_tiles, tiles

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 
 if TYPE_CHECKING:
     from torch import Tensor

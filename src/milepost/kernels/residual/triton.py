@@ -13,8 +13,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import add_parts, norm_row, sigmoid
-from milepost.kernels.platform.tensors import check_rows, parts_of
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2, parts_of
 
 _BLOCK = 1024
 """Entries of a token per program of hyper-connections."""

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tensors import check_contiguous
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 
 _BLOCK = 1024
 

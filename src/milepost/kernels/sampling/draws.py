@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 from milepost.kernels.sampling import StepRows, Workspace
 from milepost.kernels.sampling.parts import (
     BEYOND,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 from milepost.kernels.sampling import block_size, num_blocks
 from milepost.kernels.sampling.parts import DRAWS, INTS, gumbel
 

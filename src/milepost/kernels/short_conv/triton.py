@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, next_power_of_2
 from milepost.kernels.short_conv import ShortConvItems
 
 _ROWS, _BLOCK = 16, 128

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import LOG2_E
-from milepost.kernels.platform.tensors import check_contiguous
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 from milepost.kernels.vision import PictureFrames
 
 _MAIN = 64

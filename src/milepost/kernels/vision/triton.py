@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.tensors import check_contiguous
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import check_contiguous, next_power_of_2
 
 
 def normalise(rows: Tensor, table: Tensor, num_frames: int, num_pixels: int) -> Tensor:

@@ -43,7 +43,7 @@ from milepost.kernels.attention.portable.tiles import KVTiles
 from milepost.kernels.attention.tiles import NARROW_ROWS
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 
 _MOST_IN_WORDS = 64
 """From this many rows on matrix units read operands from shared memory, so unpacked words would

@@ -18,7 +18,7 @@ from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.portable.blocks import dot, online_softmax
 from milepost.kernels.attention.portable.scores import LAST, select, sizes_of
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 
 
 def attend(

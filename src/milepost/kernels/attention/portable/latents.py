@@ -17,8 +17,7 @@ from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import encode
-from milepost.kernels.platform.tensors import check_rows
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
 
 _HEADS_AT_ONCE = 8
 

@@ -19,8 +19,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import decode, encode
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.platform.tensors import check_rows
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
 
 _FEW_TOKENS = 256
 """Up to here a program takes one token, so that all of the chip takes part."""

@@ -20,8 +20,7 @@ from milepost.kernels.attention.indexed import TILE, IndexedTokens, Selection
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.portable.blocks import dot
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tensors import check_contiguous
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 
 _SCORES = 1 << 23
 """Most scores that are made before the best are taken: 64 MiB. With 16,384 blocks that is enough

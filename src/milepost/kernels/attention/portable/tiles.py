@@ -11,7 +11,7 @@ import torch
 
 from milepost.kernels.attention.tiles import NARROW_ROWS, WIDE_ROWS
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import next_power_of_2
+from milepost.kernels.platform.tensors import next_power_of_2
 
 _CROWD = 1.25
 """Narrow programs for each SM, from which on they are many."""

@@ -32,7 +32,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars
-from milepost.kernels.products.portable.expert_parts import RowBase
+from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run import RoutedRows

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
-from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from milepost.kernels.platform.gluon import round_block, thread_barrier
-from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 
 PARTS = 8

@@ -24,7 +24,7 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
 from milepost.kernels.products.hopper.experts import ExpertOutput, ExpertScales
-from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups
+from milepost.kernels.products.portable.grouped import RowBase, RowGroups
 from milepost.kernels.products.run import RoutedRows
 
 _REGISTERS = 168

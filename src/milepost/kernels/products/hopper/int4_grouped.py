@@ -36,7 +36,7 @@ from milepost.kernels.products.hopper.grouped import (
     find_block,
     open_bars,
 )
-from milepost.kernels.products.portable.expert_parts import RowBase
+from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = {64: 6, 128: 4}

@@ -24,8 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import cdiv
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.platform.tensors import cdiv
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
 from milepost.kernels.products.run import Multiplication
 

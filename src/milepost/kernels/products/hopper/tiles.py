@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.products.forms.matrix import Epilogue
+from milepost.kernels.platform.tensors import cdiv, next_power_of_2
+from milepost.kernels.products.forms import Epilogue
 from milepost.kernels.products.forms.quantised import BLOCK
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tensors import check_contiguous, check_rows
-from milepost.kernels.platform.tiles import cdiv, num_programs
-from milepost.kernels.products.forms.matrix import Packed, Raw
+from milepost.kernels.platform.tensors import cdiv, check_contiguous, check_rows
+from milepost.kernels.products.forms import Packed, Raw
 from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.rounding import readable, round_rows
-from milepost.kernels.products.portable.tiles import FEW, SplitTiles
+from milepost.kernels.products.portable.tiles import FEW, SplitTiles, num_programs
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run import Multiplication
 

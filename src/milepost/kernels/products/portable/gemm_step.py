@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode, decode_as, encode, scale_of
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.portable import float4, int4, int8_step
 from milepost.kernels.products.portable.weights import (

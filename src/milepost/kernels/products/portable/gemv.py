@@ -17,9 +17,8 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate, sigmoid
-from milepost.kernels.platform.tensors import check_rows
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.products.forms.matrix import Packed
+from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
+from milepost.kernels.products.forms import Packed
 from milepost.kernels.products.portable import gemv_step
 from milepost.kernels.products.portable.gemv_step import multiply_raw
 from milepost.kernels.products.portable.row_tiles import NARROW, GemvTiles, cut_expert_gemv

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.platform.numerics import decode, encode, scale_of
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Int8, Quantised
 from milepost.kernels.products.portable import four_bits_row, int8_step
 from milepost.kernels.products.portable.rounding import widen

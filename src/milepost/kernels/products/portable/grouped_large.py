@@ -18,11 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import activate, decode, encode, scale_of
-from milepost.kernels.platform.tiles import cdiv
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.platform.tensors import cdiv
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP8
 from milepost.kernels.products.grouping import Groups, group_many
-from milepost.kernels.products.portable.expert_parts import RowBase, RowGroups, find_block
+from milepost.kernels.products.portable.grouped import RowBase, RowGroups, find_block
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape
 from milepost.kernels.products.run import RoutedRows

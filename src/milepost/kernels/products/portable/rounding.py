@@ -32,9 +32,8 @@ from milepost.kernels.platform.numerics import (
     round_int8,
     scale_of,
 )
-from milepost.kernels.platform.tensors import FP8
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.platform.tensors import FP8, cdiv, next_power_of_2
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp8, Int4, Int8, Quantised
 
 RoundedRows = tuple[Tensor, Tensor | None]

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.platform.tiles import next_power_of_2
-from milepost.kernels.products.forms.matrix import Epilogue, Matrix, Raw
+from milepost.kernels.platform.tensors import next_power_of_2
+from milepost.kernels.products.forms import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import Fp4, Int4
 from milepost.kernels.products.portable.tiles import FEW_OUTPUTS
 

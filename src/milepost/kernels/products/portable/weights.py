@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.products.forms.matrix import Raw
+from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import (
     BLOCK,
     FP4_LANE,

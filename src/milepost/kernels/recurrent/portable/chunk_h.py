@@ -14,7 +14,7 @@ import triton.language as tl
 
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.tiles import cdiv
+from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks, SlotStates
 
 _COLUMNS = 32

@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels.layout.chunks import TILE
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import silu
-from milepost.kernels.platform.tiles import cdiv, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, next_power_of_2
 from milepost.kernels.recurrent.structures import Mixer, PrefillTiles, SlotStates
 
 _ROWS, _HEAD_ROWS = 16, 32
