@@ -1,5 +1,5 @@
-"""Cuts a step's attention into items of work for the GPU's programs: on the host, from what the
-host knows. `tiles` says which tokens work together, and into how many items each tile is cut.
+"""Cuts a step's attention into items of work for the GPU's programs, on the host. `tiles` says
+which tokens work together, and into how many items each tile is cut.
 
 An item is a tile of neighbouring tokens and a range of one page table's KV that they attend to. The
 query heads of one KV head stand beside each other in a tile's rows, so 128 rows hold 16 tokens
@@ -14,8 +14,8 @@ results, which are combined afterwards; here four decodes that share their first
 There are narrow items for decodes, which wait for memory, and wide ones for prefills, which wait
 for arithmetic, and for shared pages, whose KV is then read once for many tokens.
 
-What the arrays hold depends on a step's contents. Their sizes depend on capacities alone where
-capacities are given, so a captured graph can be replayed with any step that fits.
+The contents of the arrays depend on the step. Their sizes depend only on the capacity, if there is
+one, so a captured graph can be replayed with any step that fits.
 
 Legend: T tokens, S sequences, N narrow items, W wide items.
 """
@@ -57,7 +57,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
 
 _NUM_REMEMBERED = 64
-"""Layouts of steps of few sequences."""
+"""Number of layouts kept, for steps of few sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,47 +69,48 @@ class AttentionItems:
     wide: Any
     """[W, ITEM_SIZE]."""
     bases: Any
-    """[T + 1], where each token's partial results begin; results that are whole have none."""
+    """[T + 1], first partial result of each token; results that are whole have none."""
     narrow_rows: int
     tokens_each: int
     """Tokens of most narrow items."""
     wide_rows: int
     num_partials: int
-    """Partial results of all tokens, at most."""
+    """Most partial results of all tokens together."""
     num_combined: int
-    """Tokens from here on have no partial results."""
+    """End of the tokens with partial results."""
     dequantised: Any
-    """[S, 4], sequences whose float8 pages wide items read in a 16-bit type: the row of the page
-    tables, how many pages, and how many pages those before it have; wide items name that number
-    in place of the row."""
+    """[S, 4], sequences whose FP8 pages wide items read as a 16-bit copy: row of the page tables,
+    number of pages, and number of pages of the sequences before it, by which wide items name the
+    sequence instead of the row."""
     num_dequantised: int
-    """Pages of all of them, at most; 0: items read pages as they are."""
+    """Most pages of these sequences together; 0 if items read pages as they are."""
     window: int | None = None
-    """Tokens that a token attends to, itself the last; None: all before it."""
+    """Number of tokens that a token attends to, itself included; None for all before it."""
     first_combined: int = 0
-    """Tokens before this one have no partial results either."""
+    """First token with partial results."""
     order: SumOrder = SumOrder.FREE
     """If FIXED, partial results are combined in an order that does not depend on their number."""
 
 
 class Tiling(NamedTuple):
-    """How work is cut for a model's heads on a chip: all that a layout depends on apart from the
-    step."""
+    """Sizes that work is cut by, for a model's heads on a chip. A layout depends on these and the
+    step alone."""
 
     heads_per_kv: int
     num_kv_heads: int
     page_size: int
     num_programs: int
-    """Programs that run on the device at a time."""
+    """Number of programs that run on the device at a time."""
     shapes: ItemShapes = ItemShapes()
     tokens_each: int = 1
     """Tokens of most narrow items."""
     max_dequantised: int = 0
-    """Most pages that are dequantised before wide items read them."""
+    """Most FP8 pages that wide items read as a 16-bit copy."""
     window: int | None = None
-    """Tokens that a token attends to; None: all. Nothing before them is shared, or read."""
+    """Number of tokens that a token attends to; None for all. Earlier KV is neither read nor
+    shared."""
     capacity: Capacity | None = None
-    """Room in arrays; None: for the step alone."""
+    """Capacity that the arrays have room for; None for the step's own."""
     order: SumOrder = SumOrder.FREE
     """LIKE_MANY leaves wide tiles whole where that costs little, as those of many tokens are. With
     FIXED, items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
@@ -125,12 +126,12 @@ class Tiling(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """For each KV head."""
+        """Number of wide items that run at a time for each KV head."""
         return max(1, self.num_programs // self.num_kv_heads)
 
     @property
     def narrow_programs(self) -> int:
-        """Likewise."""
+        """Number of narrow items that run at a time for each KV head."""
         return max(1, self.num_programs * self.shapes.num_beside // self.num_kv_heads)
 
 
@@ -161,8 +162,8 @@ def lay_out(
     in `rows` of the page tables.
 
     `tables` [rows, pages] is the host's copy of the page tables: with it, pages that neighbouring
-    decodes share are read once for all of them. `num_decodes`, the first sequences, counts where
-    the tiling's order is FIXED.
+    decodes share are read once for all of them. `num_decodes` is the number of leading sequences
+    that decode; it matters only if the tiling's order is FIXED.
     """
     heads, wide_rows = tiling.heads_per_kv, tiling.shapes.wide_rows
     if heads > wide_rows:
@@ -184,14 +185,14 @@ def lay_out(
 
 
 class _Known(NamedTuple):
-    """The layout of a step of narrow items alone that share nothing, wherever in its last unit of
-    KV each sequence ends."""
+    """The layout of a step whose items are all narrow and share nothing. Sequences may end anywhere
+    in their last unit of KV."""
 
     items: AttentionItems
     owners: Ints
-    """[P], the sequence of each item that is none of padding."""
+    """[P], sequence of each item, without padding."""
     limits: Ints
-    """[P], where each ends at most."""
+    """[P], greatest end of each item."""
 
     def up_to(self, starts: Ints, ends: Ints) -> AttentionItems:
         """Returns the layout of sequences with these ends."""
@@ -203,9 +204,9 @@ class _Known(NamedTuple):
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
 def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, bytes]:
-    """Returns the number of pieces that sequences with these units of KV are cut into, and the
-    units of each piece, or 0 if there is one. Few sequences mostly have as many units as in the
-    step before."""
+    """Returns the number of pieces of each sequence with these units of KV, and the units of a
+    piece, or 0 if there is one piece; both are packed int64. Cached, because few sequences mostly
+    have the units of the step before."""
     own = np.frombuffer(units, np.int64)
     pieces = count_pieces(own, programs, NARROW_CUT_COST, most_waves)
     return pieces.tobytes(), np.where(pieces > 1, -(-own // pieces), 0).tobytes()
@@ -215,8 +216,8 @@ def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, byt
 def _lay_out_like(
     lengths: bytes, pieces: bytes, units_each: bytes, rows: bytes, tiling: Tiling
 ) -> _Known:
-    """Lays out any step of these lengths, all narrow, whose KV in these rows of the page tables is
-    cut like this."""
+    """Lays out any step of narrow items with these lengths, rows of the page tables, and pieces of
+    KV."""
     own, cuts, each, places = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
@@ -236,7 +237,7 @@ def _lay_out(
     tiling: Tiling,
     narrow_pieces: Ints | None = None,
 ) -> AttentionItems:
-    """Lays out a step, with narrow tiles cut as given."""
+    """Lays out a step; `narrow_pieces` [N] are the pieces of its narrow tiles if they are known."""
     shapes = tiling.shapes
     tables = tables if tiling.window is None else None
     narrow, wide = tile_all(
@@ -255,7 +256,7 @@ def _lay_out(
 def _assemble(
     narrow: Ints, wide: Ints, narrow_pieces: Ints, wide_pieces: Ints, tiling: Tiling
 ) -> AttentionItems:
-    """Cuts tiles into these numbers of pieces."""
+    """Cuts tiles into these numbers of pieces and returns the items."""
     shapes = tiling.shapes
     dequantised = choose_dequantised(wide, tiling.page_size, tiling.max_dequantised)
     counts = count_partials(narrow, narrow_pieces, wide, wide_pieces)

@@ -1,4 +1,4 @@
-"""How long the arrays of a step's items are, if any step of some capacity has to fit.
+"""Lengths of the arrays of a step's items that have room for any step of a capacity.
 
 Legend: T tokens, S sequences, N narrow items, W wide items.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Room(NamedTuple):
-    """How long a layout's arrays are, and the most that kernels may find in them."""
+    """Lengths of a layout's arrays, and the most that kernels may find in them."""
 
     num_narrow: int
     num_wide: int
@@ -33,7 +33,7 @@ class Room(NamedTuple):
 
 @cache
 def room_of(capacity: Capacity, tiling: Tiling) -> Room:
-    """For any step that fits."""
+    """Returns the room that any step within the capacity needs."""
     num_tokens, num_sequences = capacity.num_tokens, capacity.num_sequences
     if tiling.order.is_fixed:
         num_narrow = capacity.num_sampled * MOST_PIECES

@@ -36,25 +36,25 @@ CAPTURED_TOKENS = 512
 """Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
 dequantise them first."""
 COPIED_BYTES, _ALL = 256 << 20, 1 << 30
-"""Most memory of a layer's FP8 pages that are dequantised first where no kernel needs it. A prefill
-of 32,000 is 12 % slower without; a 27B's other activations take more memory than the copy of 65,536
-tokens."""
+"""Most bytes of the 16-bit copy of a layer's FP8 pages where no kernel needs it, and a number of
+pages that no step exceeds, where Hopper's does. A prefill of 32,000 tokens is 12 % slower without a
+copy; a 27B's other activations take more memory than the copy of 65,536 tokens."""
 HOPPER_BLOCK = 64
-"""KV positions of a block of Hopper's kernels."""
+"""Number of KV positions in a block of Hopper's kernels."""
 MAX_NARROW_ROWS = 64
 _SMALL_HEAD = 128
 _FP8_BESIDE = 3
-"""Narrow items that share an SM if pages are FP8: blocks take half the room and half the time to
-arrive, so another program hides what one does between two blocks."""
+"""Number of narrow items that share an SM if pages are FP8: blocks take half the room and half the
+time to arrive, so another program hides the work between two blocks."""
 _HOPPER_NARROW_ROWS = 16
-"""More queries do not fit the registers of Hopper's kernel for FP8 pages."""
+"""Most query rows that fit the registers of Hopper's kernel for FP8 pages."""
 _HOPPER_NARROW = {"num_beside": 2, "narrow_waves": 4}
 _LATENT_ROWS, _LATENT_UNIT = 64, 32
-"""Wide rows of latents: sums of a row take as many registers as a latent is wide. And the least KV
-of a narrow item: a token's heads are many rows, which keep a program busy even with little KV."""
+"""Rows of a wide item of latents, few because a row's sums take as many registers as a latent has
+entries, and least KV of a narrow item, little because a token's many heads keep a program busy."""
 _LATENT_SHARED = 160 << 10
-"""Shared memory from which on wide tiles of latents fit; large entries need room for their rows and
-the least block."""
+"""Bytes of shared memory that wide tiles of latents need; large entries need room for their rows
+and the smallest block."""
 _LEAST_BLOCK = 16
 _PORTABLE, _IN_BLOCKS = "attention.portable.attend", "{tiles.block} seq"
 
@@ -72,8 +72,9 @@ def choose(tile: AttentionTile, chip: Chip) -> KernelChoice[AttentionTile]:
 def shape_heads(
     group: int, head_dim: int, chip: Chip, *, tokens_each: int, has_fp8_kv: bool, dequantises: bool
 ) -> ItemShapes:
-    """Returns items for `group` query heads of a KV head; most decodes have `tokens_each` tokens,
-    and wide items read FP8 pages as they are unless the step `dequantises` them."""
+    """Returns the sizes of items for `group` query heads per KV head. Most decodes have
+    `tokens_each` tokens; wide items read FP8 pages as they are unless the step `dequantises`
+    them."""
     rows = narrow_rows(group, tokens_each)
     takes_apart = has_fp8_kv and not dequantises and chip.unpacks_fp8
     wide = wide_rows(head_dim, chip.shared_bytes, takes_apart=takes_apart)
@@ -89,11 +90,11 @@ def shape_heads(
 def most_copied(
     num_kv_heads: int, head_dim: int, page_size: int, num_tokens: int, chip: Chip
 ) -> int:
-    """Returns how many FP8 pages wide items may read as a copy in 16 bits, in a step of up to
-    `num_tokens`. Hopper's kernel needs a copy of all. The portable one decodes each block as it
-    comes, once for every tile that reads it; a copy saves that, and is limited so that a long
-    sequence takes no memory for it. What is limited depends on a step's pages, so no graph may
-    hold it."""
+    """Returns the most FP8 pages that wide items may read as a 16-bit copy, in a step of up to
+    `num_tokens` tokens. Hopper's kernel needs a copy of all pages. The portable kernel decodes a
+    block once for every tile that reads it; a copy saves that, and has a limit so that long
+    sequences take little memory. A limit makes launches depend on the step's pages, so no graph may
+    hold such a step."""
     tile = AttentionTile(rows=WIDE_ROWS, is_wide=True, head_dim=head_dim, page_size=page_size)
     if choose(tile, chip).kernel.is_hopper:
         return _ALL if num_tokens > CAPTURED_TOKENS else 0
@@ -102,7 +103,7 @@ def most_copied(
 
 
 def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -> ItemShapes:
-    """Returns items for latents of `width` entries; all heads of a token are rows."""
+    """Returns the sizes of items for latents of `width` entries; all heads of a token are rows."""
     one_token = max(NARROW_ROWS, next_power_of_2(num_heads))
     held = (_LATENT_ROWS + _LEAST_BLOCK) * width * value_bytes
     has_room = chip.shared_bytes >= max(_LATENT_SHARED, held)
@@ -122,16 +123,16 @@ def why_no_latents(num_heads: int, latent_dim: int) -> str:
 
 
 def narrow_rows(group: int, tokens_each: int, least: int = NARROW_ROWS) -> int:
-    """Returns the number of rows of narrow items if most sequences have `tokens_each` tokens, which
-    then read their KV together; at least `least`."""
+    """Returns the number of rows of narrow items, at least `least`, if most sequences have
+    `tokens_each` tokens; a sequence's tokens read their KV together."""
     rows = next_power_of_2(group * tokens_each)
     return max(rows, least) if rows <= MAX_NARROW_ROWS else NARROW_ROWS
 
 
 def wide_rows(head_dim: int, shared_bytes: int, *, takes_apart: bool = False) -> int:
-    """Returns the number of rows of wide items: queries take up to half of a program's shared
-    memory. Unpacking FP8 without instructions for it leaves large heads no registers for as many
-    rows."""
+    """Returns the number of rows of wide items, whose queries take up to half of a program's shared
+    memory. Large heads get fewer rows where FP8 is unpacked without instructions for it, for want
+    of registers."""
     fit = shared_bytes // 2 >= WIDE_ROWS * head_dim * 2
     crowded = takes_apart and head_dim > _SMALL_HEAD
     return WIDE_ROWS if fit and not crowded else WIDE_ROWS // 2

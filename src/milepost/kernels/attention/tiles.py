@@ -1,5 +1,5 @@
-"""Tiles of a step's attention: neighbouring tokens of a sequence, or of several that share their
-first pages, that pass over one page table's KV together. Tiles are cut into items.
+"""Tiles of a step's attention: neighbouring tokens that read one page table's KV together, of one
+sequence or of several that share their first pages. Tiles are cut into items.
 
 Legend: S sequences, T tokens, N tiles, P items.
 """
@@ -20,35 +20,36 @@ of the first token, range of the KV, and which of its tokens' partial results it
 the result). A tile is an item that is not cut yet: its ordinal is that of its first piece."""
 ITEM_SIZE = 8
 UNIT = 128
-"""KV ranges begin at multiples of this."""
+"""KV ranges begin at multiples of this many positions."""
 MOST_PIECES, MOST_WIDE_PIECES = 32, 8
-"""Pieces of a tile's KV, at most, if only its length counts: of decodes and of prefills."""
+"""Most pieces of a tile's KV if they depend on its length alone, for decodes and for prefills."""
 _LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 24
-"""Units of such a piece, at least: a long prompt writes and combines few partial results, and few
-tokens after a hit pass over as much KV one after the other."""
+"""Fewest units of such a piece: a long prompt then writes and combines few partial results. The few
+tokens after a hit read as much KV in turn."""
 GRID = 64
-"""Prefills begin at multiples of this if bits must not depend on where prompts are cut."""
+"""Tiles of prefills begin at multiples of this many positions in a FIXED order, so that bits do not
+depend on where prompts are cut."""
 _MIN_SHARED = 512
-"""Tokens that neighbours must share to be worth an item of their own."""
+"""Fewest tokens that neighbours must share for an item of its own."""
 MIN_SHARING = 4
-"""Sequences, likewise."""
+"""Fewest sequences that must share tokens for an item of its own."""
 
 
 WAVES = 2
-"""Most items per program in the cuts that are tried."""
+"""Most items per program in the numbers of pieces that are tried."""
 NARROW_ROWS, WIDE_ROWS = 16, 128
 
 
 class ItemShapes(NamedTuple):
-    """How large items are."""
+    """Sizes of items."""
 
     narrow_rows: int = NARROW_ROWS
     narrow_unit: int = UNIT
-    """KV of a narrow item, or a multiple."""
+    """The KV of a narrow item is a multiple of this many positions."""
     narrow_waves: int = WAVES
-    """Most narrow items that follow each other in one place."""
+    """Most narrow items that one program's place runs in turn."""
     num_beside: int = 1
-    """Narrow items that run in the place of one program."""
+    """Number of narrow items that run in the place of one program."""
     wide_rows: int = WIDE_ROWS
 
 
@@ -61,8 +62,8 @@ def tile_all(
     page_size: int,
     tables: NDArray[Any] | None,
 ) -> tuple[Ints, Ints]:
-    """Narrow and wide tiles [N, ITEM_SIZE] int64 of S sequences (see `items.lay_out`); a narrow one
-    has up to `narrow_tokens`, a wide one up to `wide_tokens`."""
+    """Returns narrow and wide tiles [N, ITEM_SIZE] int64 of S sequences (see `items.lay_out`), of
+    up to `narrow_tokens` and `wide_tokens` tokens each."""
     sequences = _as_tiles(starts, lengths, rows)
     is_narrow = sequences[:, TOKENS] <= narrow_tokens
     num_narrow = int(is_narrow.sum())
@@ -82,8 +83,8 @@ def tile_all(
 def tile_by_phase(
     starts: Ints, lengths: Ints, rows: Ints, num_decodes: int, wide_tokens: int
 ) -> tuple[Ints, Ints]:
-    """Returns narrow tiles, a token each, for the first `num_decodes` sequences, and wide ones for
-    the others, which cross no line of the grid: neither depends on what else is in the step."""
+    """Returns narrow tiles of one token each for the first `num_decodes` sequences, and wide tiles
+    that cross no multiple of GRID for the others. Neither depends on the rest of the step."""
     sequences = _as_tiles(starts, lengths, rows)
     num = int((lengths[:num_decodes] > 0).sum())
     size = 1 << min(wide_tokens, GRID).bit_length() - 1
@@ -92,16 +93,16 @@ def tile_by_phase(
 
 
 def limit_to_window(tiles: Ints, window: int | None, grid: int = 1) -> None:
-    """Has the KV of tiles begin no more than a unit before what is in some token's window; what it
-    begins with is the same for all tokens between two lines of the `grid`."""
+    """Lets the KV of `tiles` begin at most a unit before some token's window, in place. It begins
+    at the same position for all tokens between two multiples of `grid`."""
     if window is not None:
         first = tiles[:, POSITION] // grid * grid + 1 - window
         tiles[:, BEGIN] = np.maximum(first, 0) // UNIT * UNIT
 
 
 def count_pieces_by_position(narrow: Ints, wide: Ints) -> tuple[Ints, Ints]:
-    """Returns the numbers of pieces to cut narrow and wide tiles into, by the lengths of their KV
-    alone. They are the same for all tokens between two lines of the grid."""
+    """Returns the numbers of pieces of narrow and of wide tiles, which depend on the lengths of
+    their KV alone. They are the same for all tokens between two multiples of GRID."""
     few, many = units_of(narrow), units_of(wide)
     return (
         _even(few, np.minimum(-(-few // _LEAST_UNITS), MOST_PIECES)),
@@ -110,8 +111,8 @@ def count_pieces_by_position(narrow: Ints, wide: Ints) -> tuple[Ints, Ints]:
 
 
 def _even(units: Ints, pieces: Ints) -> Ints:
-    """Returns the number of pieces of equal size that there are then, which may be fewer: 9 units
-    in 6 pieces are 5 of 2."""
+    """Returns the number of pieces if all are as long as the longest, which may be fewer: 9 units
+    in 6 pieces make 5 pieces of 2."""
     return -(-units // -(-units // pieces))
 
 
@@ -153,8 +154,8 @@ def _tile(sequences: Ints, size: int) -> Ints:
 def _find_runs(
     sequences: Ints, is_narrow: NDArray[np.bool_], tables: NDArray[Any], page_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields neighbours that share pages: the first sequence, the one after the last, and how many
-    tokens they share."""
+    """Yields runs of neighbours that share pages: the first sequence, the end of the run, and the
+    number of tokens that they share."""
     longest = int(sequences[is_narrow, POSITION].max()) // page_size
     pages = tables[sequences[:, ROW], :longest]
     differs = np.ones((len(pages) - 1, longest + 1), np.bool_)
@@ -169,7 +170,8 @@ def _find_runs(
 
 
 def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints:
-    """Returns tiles for what runs share; the sequences' own KV begins after it from here on."""
+    """Returns tiles for the KV that runs share, and lets the KV of their sequences begin after it,
+    in place."""
     whole = np.zeros((len(runs), ITEM_SIZE), np.int64)
     for tile, (begin, end, shared) in zip(whole, runs, strict=True):
         sequences[begin:end, BEGIN] = shared
@@ -187,7 +189,7 @@ def _share(sequences: Ints, runs: list[tuple[int, int, int]], size: int) -> Ints
 
 def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int32]:
     """Returns `AttentionItems.dequantised` [S, 4] int32 for these tiles, empty if they read more
-    pages than `most`; renames the tiles' rows accordingly."""
+    pages than `most`. Replaces the tiles' rows by the numbers that name the copies."""
     if not len(wide) or not most:
         return np.zeros((0, 4), np.int32)
     rows, owners = np.unique(wide[:, ROW], return_inverse=True)
@@ -204,21 +206,21 @@ def choose_dequantised(wide: Ints, page_size: int, most: int) -> NDArray[np.int3
 # --- items; costs are in the time that a unit of KV takes -----------------------------------------
 
 _ITEM_COST = 0.5
-"""Cost of beginning and ending an item."""
+"""Cost of beginning and ending an item, in the time that a unit of KV takes."""
 NARROW_CUT_COST, WIDE_CUT_COST = 0.2, 1.0
-"""Costs of writing an item's partial results and reading them again."""
+"""Costs of writing and reading an item's partial results, in the same unit."""
 LIKE_MANY_COST = 8.0
-"""Most that it may cost to leave wide tiles whole, as those of many tokens are."""
+"""Greatest cost of leaving wide tiles whole, as tiles of many tokens are, in the same unit."""
 _COMBINE_COST = 1.5
-"""Cost of launching the kernel that combines them."""
+"""Cost of launching the kernel that combines partial results, in the same unit."""
 
 
 def count_pieces(
     units: Ints, programs: int, cut_cost: float, most_waves: int = WAVES, least_gain: float = 0.0
 ) -> Ints:
-    """Returns the number of pieces [N] to cut tiles with these units of KV [N] into, so that
-    `programs` at a time finish soonest, each after at most `most_waves` items; `cut_cost` is that
-    of a partial result. They are cut if that gains more than `least_gain`."""
+    """Returns the number of pieces [N] of tiles with these units of KV [N] for which `programs` at
+    a time finish soonest, each after at most `most_waves` items. `cut_cost` is the cost of a
+    partial result; tiles are cut only for a gain of more than `least_gain`."""
     best = np.ones_like(units)
     if not len(units):
         return best
@@ -241,8 +243,8 @@ def count_pieces(
 def _cost(
     count: int, total: int, longest: int, shortest: int, item_cost: float, programs: int
 ) -> float:
-    """When the last of `count` items is done, the longest first and each by the first program that
-    is free."""
+    """Returns the time at which the last of `count` items ends, if the longest begin first, each in
+    the first free program."""
     in_rounds = -(-count // programs) * (longest + item_cost)
     on_average = (total + count * item_cost) / programs
     return max(longest + item_cost, min(in_rounds, on_average + shortest + item_cost))

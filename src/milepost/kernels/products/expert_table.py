@@ -1,7 +1,7 @@
 """The table of expert kernels, `EXPERTS`, says which of them multiply routed experts.
 
-Launches depend on shapes alone, never on the experts chosen. A token has one row per expert of its
-own, and the rows of an expert are an average.
+Launches depend on shapes alone, never on the experts chosen. A token has one row for each of its
+experts; rows per expert are an average.
 
 Legend: T tokens, N experts of a token, P = T * N rows, X experts.
 """
@@ -24,11 +24,11 @@ from milepost.kernels.products.forms import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
 
 ROW_BY_ROW = 40
-"""Most rows that are multiplied one by one and rounded on the way: four tokens with nine experts
-each, say."""
+"""Most routed tokens that are multiplied one by one, each rounded on the way: say, four tokens with
+nine experts each."""
 SEARCHED = 16
-"""Most tokens that are not grouped by expert: programs search the routing for their rows. It is the
-number of rows of the smallest tile."""
+"""Most tokens that are not grouped by expert, because programs search the routing for their rows:
+as many as the smallest tile has rows."""
 _TOKENS_AT_ONCE = 64
 """Most tokens whose FP8 experts Hopper multiplies in one launch."""
 _FEW_INT4 = 10
@@ -52,7 +52,7 @@ class Mixture:
     num_tokens: int
     num_chosen: int
     alignment: int = 16
-    """Elements that rows' addresses are multiples of."""
+    """Alignment in elements of the rows' addresses."""
     has_16_bits: bool = True
 
     @property

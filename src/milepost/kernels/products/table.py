@@ -24,32 +24,32 @@ from milepost.kernels.products.portable import row_tiles, tiles
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
 _RING_WEIGHTS = 1 << 24
-"""Fewest weights of one row that pass through a ring in shared memory."""
+"""Fewest weights for which a product of one row streams them through a ring in shared memory."""
 _NUM_PARTS, _TILE = 8, 16
 """Warps, and outputs of a tile, in `hopper.gemv_parts`."""
 _MOST_BESIDE = 128
-"""Raw outputs of a product beside another, at most: each unit reads all rows."""
+"""Most raw outputs beside another product: every unit of them reads all rows."""
 _MANY_ROWS = 64
-"""Above this, torch's GEMM is as fast as ours, or it pays off to make 16-bit weights first."""
+"""Rows above which torch's GEMM is as fast as ours, or 16-bit weights are made first."""
 _WHOLE_INPUTS = 4096
-"""Inputs up to which a sum costs little more if it is not cut into parts."""
+"""Most inputs of a sum that is about as fast without split-K."""
 _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
-"""Sizes of products that take no longer than the norm before them, at most."""
+"""Largest sizes of a product that takes no longer than the norm before it."""
 
 
 class Product(NamedTuple):
-    """A product of rows with a weight, as far as it decides which kernel runs."""
+    """The properties of a product of rows with a weight that decide which kernel runs."""
 
     weight: Matrix
     num_rows: int
     epilogue: Epilogue = Epilogue.NONE
     has_bias: bool = False
     alignment: int = 16
-    """Elements that rows' addresses are multiples of, and those of raw weights."""
+    """Alignment in elements of the rows' addresses, and of raw weights'."""
     is_contiguous: bool = True
     """Whether a row's values are adjacent."""
     num_beside: int = 0
-    """Raw outputs of a product beside this one."""
+    """Outputs of the raw weight that the same launch multiplies; 0 if there is none."""
 
     @property
     def form(self) -> type[Any]:
@@ -57,8 +57,8 @@ class Product(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a sum is not cut into parts, though that would be faster. With LIKE_MANY a sum of
-        many inputs is cut even so."""
+        """Whether split-K is ruled out, even where it would be faster; LIKE_MANY allows it for sums
+        of many inputs."""
         order = self.weight.order
         is_short = self.weight.num_inputs <= _WHOLE_INPUTS
         return order.is_fixed or (order is SumOrder.LIKE_MANY and is_short)

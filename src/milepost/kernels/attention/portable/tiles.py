@@ -1,4 +1,4 @@
-"""How the portable attention kernels are compiled, by head size, type and chip.
+"""Tiles of the portable attention kernels, by head size, dtype and chip.
 
 Legend: R query rows of a tile.
 """
@@ -14,7 +14,7 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import next_power_of_2
 
 _CROWD = 1.25
-"""Narrow programs for each SM, from which on they are many."""
+"""Fewest narrow programs per SM that count as many."""
 
 
 class WideTiles:
@@ -30,13 +30,13 @@ class LatentTiles:
 
 
 class AttentionTile(NamedTuple):
-    """All of a launch that decides which kernel serves it."""
+    """The properties of a launch that decide which kernel serves it."""
 
     rows: int
     is_wide: bool
-    """Tiles of prefills and of shared pages; else of decodes."""
+    """Whether items are those of prefills and of shared pages, not of decodes."""
     head_dim: int
-    """Entries of a key: of latents, all of them."""
+    """Number of entries of a key; of a latent, all of its entries."""
     dtype: torch.dtype = torch.bfloat16
     """Type of the queries."""
     has_fp8_pages: bool = False
@@ -44,10 +44,10 @@ class AttentionTile(NamedTuple):
     fits_tma: bool = True
     """Whether TMA can count the pool's rows."""
     num_programs: int = 0
-    """Narrow tiles times KV heads of the launch."""
+    """Number of narrow tiles of the launch times KV heads."""
     is_latent: bool = False
     is_windowed: bool = False
-    """Whether tokens attend to the last ones alone."""
+    """Whether tokens attend to a sliding window."""
 
     @property
     def form(self) -> type[Any]:
@@ -61,8 +61,8 @@ class AttentionTile(NamedTuple):
 
 
 class KVTiles(NamedTuple):
-    """How a portable kernel is compiled: KV positions of a block, warps, and stages of the loops
-    over blocks without and with a mask."""
+    """Sizes that a portable kernel is compiled for: KV positions of a block, warps, and stages of
+    the loops over blocks without and with a mask."""
 
     block: int
     num_warps: int
@@ -70,30 +70,32 @@ class KVTiles(NamedTuple):
     tail_stages: int = 1
 
     def shared_bytes(self, rows: int, head_dim: int) -> int:
-        """Upper bound of a program's shared memory in 16-bit types: its queries and the blocks of
-        KV that are under way."""
+        """Returns an upper bound in bytes of a program's shared memory with 16-bit types: its
+        queries and the KV blocks that are in flight."""
         blocks = max(self.num_stages - 1, self.tail_stages + 1) + 0.5
         return int((rows + blocks * self.block) * head_dim * 2)
 
 
 _TESTED = KVTiles(16, 4, 1, 1)
-"""For float32, whose products are unrolled multiplications, slow to compile."""
+"""Tiles for float32, whose products are unrolled multiplications and slow to compile."""
 _CROWDED = (KVTiles(64, 4, 2, 2), KVTiles(32, 4, 2, 2))
-"""Several share an SM, and hide each other's waits."""
+"""Tiles of many narrow programs: several share an SM and hide each other's waits."""
 _NARROW_LARGE = (KVTiles(64, 4, 5, 2), KVTiles(32, 4, 4, 2), KVTiles(32, 4, 2, 2))
-"""A page is looked up two blocks before its KV is loaded, and that two before it is used."""
+"""Tiles with five stages: a page is looked up two blocks before its KV is loaded, and KV is loaded
+two blocks before it is used."""
 _NARROW = (KVTiles(128, 4, 5, 2), KVTiles(64, 4, 4, 2), KVTiles(64, 4, 2, 2))
 _HALF = (KVTiles(64, 4, 3, 2), KVTiles(32, 4, 3, 2), KVTiles(16, 4, 2, 2))
 _HALF_UNPACKED = (KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
-"""For large heads in FP8 that is unpacked without instructions: over four warps it spills."""
+"""Tiles for large heads in FP8 that is unpacked without instructions for it, which spills with four
+warps."""
 _WIDE_LARGE = (KVTiles(64, 8, 3, 2), KVTiles(32, 8, 3, 2), KVTiles(16, 8, 2, 2))
 _WIDE = (KVTiles(128, 8, 3, 2), KVTiles(64, 8, 3, 2), KVTiles(32, 8, 2, 2))
 _LATENT = (KVTiles(64, 8, 2), KVTiles(32, 8, 2), KVTiles(16, 8, 2), KVTiles(16, 4, 1))
 
 
 def cut(tile: AttentionTile, chip: Chip) -> KVTiles:
-    """Returns the first of the measured tiles that fits the chip: the best on an H200
-    (bench/kernels/attention.py), then ever smaller ones."""
+    """Returns the first of the measured tiles that fits the chip; the best on an H200 come first
+    (bench/kernels/attention.py), then smaller ones."""
     if tile.dtype == torch.float32:
         return _TESTED
     block_e = max(16, next_power_of_2(tile.head_dim))
@@ -121,7 +123,7 @@ def _candidates(tile: AttentionTile, chip: Chip) -> tuple[KVTiles, ...]:
 
 
 def cut_latents(tile: AttentionTile, chip: Chip) -> KVTiles:
-    """Returns the first of the tiles that fits the chip."""
+    """Returns the first of the tiles of latents that fits the chip."""
     if tile.dtype == torch.float32:
         return _LATENT[-1]
     row_bytes = 2 * tile.head_dim

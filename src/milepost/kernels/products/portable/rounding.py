@@ -1,5 +1,5 @@
-"""Triton: rounds activations to float8 or int8, in a launch of its own or on the way; and adds them
-up over the groups of four-bit weights, for zero points.
+"""Triton: rounds activations to float8 or int8, for products that do not round on the way, and adds
+them up over the groups of four-bit weights, for zero points.
 
 On chips without arithmetic in float8 rows stay as they are; only Triton's interpreter rounds them
 without it, and multiplies the same numbers in float16.
@@ -37,13 +37,14 @@ from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp8, Int4, Int8, Quantised
 
 RoundedRows = tuple[Tensor, Tensor | None]
-"""Rows and, if they are rounded, their scales [D, R]; or their sums, for four bits."""
+"""Rows with their scales [D, R] if they are rounded, with their sums for four-bit weights, or with
+None."""
 _PART = 2048
-"""Inputs of a program, or all that share a scale."""
+"""Inputs of a program, unless more share a scale."""
 
 
 def readable(values: Tensor, chip: Chip) -> Tensor:
-    """Returns float8 as kernels take it: as bits, if the chip has no arithmetic for it."""
+    """Returns FP8 values as kernels take them: as uint8 if the chip has no FP8 arithmetic."""
     return values if values.dtype != FP8 or chip.has_fp8 else values.view(torch.uint8)
 
 
@@ -71,7 +72,8 @@ def quantise(
 
 
 def round_into(target: Fp8Rows, rows: Tensor, chip: Chip) -> None:
-    """Rounds `rows` [R, I], whose other rows are rounded already, to the first of the `target`."""
+    """Rounds `rows` [R, I] into the first R rows of `target`; its other rows are rounded
+    already."""
     _quantise(rows, target.values, target.scales, BLOCK, chip)
 
 
@@ -101,8 +103,8 @@ def _quantise(
 
 
 def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bool) -> RoundedRows:
-    """Returns rows as a GEMM takes them: few are rounded, or added up, on the way, since a launch
-    costs more; of more rows, each program would do so again with the same ones."""
+    """Returns rows as a GEMM takes them. Many are rounded, or added up, by a launch here; if they
+    `are_few` the GEMM does so itself, which costs less than a launch."""
     rows = as_activations(rows)
     is_summed = isinstance(weight, Int4) and weight.group >= FP4_LANE
     if is_summed and (weight.order.is_fixed or not are_few):
@@ -121,7 +123,8 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
 
 
 def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
-    """Returns rounded rows and their scales, padded to whole lines with unfilled rows."""
+    """Returns FP8 rows [R', I] and their scales [D, R'], with R' padded to whole lines by unfilled
+    rows."""
     rows = as_activations(rows)
     if weight.depth == BLOCK and rows.fp8 is not None:
         return rows.fp8.values, rows.fp8.scales

@@ -1,4 +1,4 @@
-"""How products of one row are cut up on any chip, dense ones and experts'. Needs no Triton."""
+"""Tiles of products of one row, dense ones and experts', on any chip. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
 
 FEW_INPUTS = 128
-"""Inputs that a raw GEMV takes in one step of narrow programs."""
+"""Most inputs of a raw GEMV that narrow programs take in one step."""
 _MANY_OUTPUTS = 4096
-"""Outputs from which on programs with half as many threads read faster."""
+"""Fewest outputs that programs with half as many threads read faster."""
 
 
 class GemvTiles(NamedTuple):
-    """Outputs of a program and inputs of a step."""
+    """Tiles of a matrix-vector product: outputs of a program and inputs of a step."""
 
     block_n: int
     block_k: int
@@ -38,25 +38,25 @@ class GemvTiles(NamedTuple):
 
 NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
 _GEMV_INPUTS = 2048
-"""Inputs of a step, at most."""
+"""Most inputs of a step."""
 _SMALL, _SMALL_EXPERT = 1 << 24, 1024
-"""Fewest weights of a matrix that is not small, and the largest size of a small expert."""
+"""Fewest weights of a large matrix, and the largest size of a small expert."""
 _WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
-"""Weights of eight bits that a program reads at a time. Each program rounds its row, so few are
-better; small matrices, and experts' last projections, need more."""
+"""Eight-bit weights that a program reads at a time. Every program rounds its row, so fewer programs
+are better; small matrices, and experts' down projections, need more of them."""
 _FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _FEW_INPUTS = 1024, 4, 256
-"""Inputs of a step of four bits and outputs of a program, at most; and inputs of a step of experts'
-last projections. Whole steps compute nothing beyond the last input."""
+"""Most inputs of a step and most outputs of a program with four-bit weights, and most inputs of a
+step of experts' down projections. Whole steps compute nothing beyond the last input."""
 _WARP_WEIGHTS = 1024
-"""Weights in four bits that a warp loads at once. Where no thread loads more in a step, scales stay
-in the threads that loaded them."""
+"""Four-bit weights that a warp loads at once. If no thread loads more per step, scales stay in the
+threads that loaded them."""
 _MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 10, 1 << 26
-"""Most steps whose weights there are registers for, and weights of a matrix from which on programs
-hide each other's waits."""
+"""Most steps whose weights fit the registers, and fewest weights of a matrix whose programs hide
+each other's waits."""
 
 
 def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
-    """Cuts the product of one row."""
+    """Returns the tiles of a product of one row."""
     weight, is_gated = product.weight, product.epilogue is Epilogue.GATED
     if weight.form is not Raw:
         if weight.form in (Int4, Fp4):
@@ -78,7 +78,7 @@ def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
 
 
 def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
-    """Cuts both projections of experts, row by row."""
+    """Returns the tiles of both projections of experts that are multiplied row by row."""
     up, down = mixture.weights
     if mixture.form in (Int4, Fp4):
         tiles = _cut_expert_in_four_bits
@@ -91,12 +91,13 @@ def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
 
 
 def _cut_raw_gates(weight: Matrix) -> GemvTiles:
-    """Cuts gate and up projections, which a program reads side by side."""
+    """Returns the tiles of gate and up projections, which a program reads together."""
     return GemvTiles(4, 2048 if weight.num_inputs <= 2048 else 1024, num_warps=4)
 
 
 def _cut_four_bits(weight: Matrix, num_matrices: int = 1) -> GemvTiles:
-    """Cuts `num_matrices` in four bits that a program multiplies the same row by."""
+    """Returns the tiles of `num_matrices` four-bit matrices that a program multiplies by the same
+    row."""
     block_k = math.gcd(weight.num_inputs, _FOUR_BIT_INPUTS)
     num_warps = max(1, _FOUR_BIT_OUTPUTS * block_k // _WARP_WEIGHTS)
     steps = num_matrices * weight.num_inputs // block_k
@@ -105,14 +106,14 @@ def _cut_four_bits(weight: Matrix, num_matrices: int = 1) -> GemvTiles:
 
 
 def _cut_expert_in_four_bits(weight: Matrix, *, is_up: bool) -> GemvTiles:
-    """Cuts an expert's projection. Not all of its weights are loaded first: other experts' programs
-    hide what one waits for."""
+    """Returns the tiles of an expert's four-bit projection. Its weights are not all loaded first,
+    because other experts' programs hide the wait."""
     block_k = math.gcd(weight.num_inputs, 2 * _FOUR_BIT_INPUTS if is_up else _FEW_INPUTS)
     block_n = max(_FOUR_BIT_OUTPUTS, 4 * _WARP_WEIGHTS // block_k)
     return GemvTiles(block_n, block_k, num_warps=4)
 
 
 def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
-    """Cuts `num_matrices` that a program multiplies the same row by."""
+    """Returns the tiles of `num_matrices` matrices that a program multiplies by the same row."""
     block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
     return GemvTiles(num_weights // (num_matrices * block_k), block_k, num_warps=8)

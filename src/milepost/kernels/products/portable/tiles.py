@@ -40,8 +40,8 @@ class Tiles:
     """Whether the weight is the left operand, which fills the tall side of tensor cores if rows are
     few."""
     scales_first: bool = False
-    """Weights of Int4 are scaled before they are multiplied, in place of their groups' sums: with
-    many rows there are more sums than weights."""
+    """Whether Int4 weights are scaled before they are multiplied, instead of their groups' sums:
+    with many rows there are more sums than weights."""
 
     def fitted(self, chip: Chip, *, num_weights: int = 1, num_bytes: int = 2) -> Tiles:
         """Returns tiles with as many stages as the chip has room for in types of `num_bytes`; a
@@ -51,8 +51,8 @@ class Tiles:
 
 
 def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int) -> int:
-    """Returns the number of parts along the inputs of a GEMM with few rows, so that nearly each SM
-    has a program.
+    """Returns the number of split-K parts that gives nearly every SM a program in a GEMM of few
+    rows.
 
     Up to half as many start while the kernel before still runs; more would crowd on the few SMs
     that are free by then.
@@ -65,7 +65,7 @@ def choose_split_k(num_outputs: int, num_inputs: int, tiles: Tiles, num_sms: int
 
 
 def num_programs(num_sms: int) -> int:
-    """Returns the number of programs of a GEMM of few rows: one for nearly each SM."""
+    """Returns the number of programs of a GEMM of few rows: one for nearly every SM."""
     return 1 << (num_sms.bit_length() - 1)
 
 
@@ -102,12 +102,12 @@ class SplitTiles:
 _FEW_ROWS, _MORE_ROWS = _tiles(16, 64), _tiles(64, 32, is_swapped=False)
 FEW_ROWS = _FEW_ROWS.block_m
 _LONG = 4096
-"""Inputs of few rows from which on another stage pays off."""
+"""Fewest inputs for which few rows gain from one more stage."""
 
 
 def cut_raw(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of a few rows with raw weights. Unrounded ones were measured with the usual
-    number of stages only."""
+    """Returns the tiles of a few rows times raw weights. Float32 outputs were measured with the
+    usual number of stages only."""
     weight, tiles = product.weight, _MORE_ROWS
     if product.num_rows <= FEW_ROWS:
         is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
@@ -118,14 +118,14 @@ def cut_raw(product: Product, chip: Chip) -> SplitTiles:
 
 
 _INVARIANT = _tiles(64, 64, block_k=64, is_swapped=False)
-"""Tiles of raw weights whose order does not depend on the number of rows: sums of larger tiles are
-the same, those of other instructions may not be."""
+"""Tiles of raw weights in one order for any number of rows: larger tiles return the same sums,
+other instructions may not."""
 _INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
 
 
 def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of any number of rows with raw weights, with one order for all. Tiles of few
-    rows are narrow, so that every SM has one."""
+    """Returns the tiles of raw weights in one order for any number of rows. Few rows get narrow
+    tiles, one for every SM."""
     num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
     if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
         tiles = _INVARIANT_MANY
@@ -141,23 +141,23 @@ FEW = _tiles(16, 128, is_swapped=False)
 SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
 MANY = replace(FEW, block_m=128, num_warps=8)
 OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
-"""Tiles on sm_100, where a step's products come from tensor memory to be scaled: with the others a
-thread spills 650 to 1,200 bytes, with these none."""
+"""Tiles on sm_100, where a step's products are read from tensor memory to be scaled: each thread
+spills 650 to 1,200 bytes with the other tiles, and none with these."""
 
 
 _EIGHT, _SIXTEEN, _THIRTY_TWO = _tiles(8, 128, 8), _tiles(16, 128, 8), _tiles(32, 64, 4)
 _SIXTY_FOUR, _SIXTY_FOUR_SPLIT = _tiles(64, 64, 4, 3), _tiles(64, 128, 8, 3)
-"""Tiles of four bits by their rows; the last are of weights that are cut along their inputs."""
+"""Tiles of four-bit weights, by their number of rows; the last ones are for split-K."""
 _SPLIT_OUTPUTS = 4096
-"""Most outputs of those."""
+"""Most outputs of four-bit weights that are multiplied with split-K."""
 _WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
 """Tiles of both projections of experts with few rows."""
 _MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, _tiles(16, 64, 2), _tiles(8, 64, 4)
-"""Outputs from which on nine to sixteen rows of Int4 have narrow tiles: one, whose weights are
-unpacked once; or two, if groups are so small that weights are scaled first."""
+"""Fewest outputs for which nine to sixteen rows of Int4 get narrow tiles: one tile of all rows,
+whose weights are unpacked once, or two where groups are so small that weights are scaled first."""
 _FEW_EACH = 6
-"""Rows of an expert on average, at most, whose tiles have eight: of more rows it would take two."""
+"""Most rows per expert, on average, for tiles of eight rows: more rows would need two tiles."""
 
 
 def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
@@ -178,7 +178,7 @@ def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
 
 
 def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles, Tiles]:
-    """Returns the tiles of both projections of experts in four bits, with this many rows each."""
+    """Returns the tiles of both projections of four-bit experts with `rows_each` rows each."""
     if rows_each > _FEW_EACH:
         return _THIRTY_TWO, _THIRTY_TWO
     if not _most_in_eights(weight, chip):
@@ -188,16 +188,16 @@ def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles,
 
 
 def _most_in_eights(weight: Matrix, chip: Chip) -> int:
-    """Returns how many rows are multiplied by eights. Hopper multiplies them by other instructions
-    than more, so with other bits, and 16 in two tiles are faster than in one; AMD's units do not
-    have so few."""
+    """Returns the most rows that are multiplied in tiles of eight. Hopper uses other instructions
+    for those, with other bits, and multiplies 16 rows faster in two tiles than in one; AMD's matrix
+    units have no tiles of eight."""
     if weight.order.is_fixed or chip.is_amd:
         return 0
     return 16 if chip.has_wide_mma else 8
 
 
 def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
-    """Cuts the product of any number of rows with quantised weights."""
+    """Returns the tiles of quantised weights for any number of rows."""
     weight, num_rows = product.weight, product.num_rows
     tiles, split_k = choose_gemm(num_rows, weight, chip), 1
     if chip.capability[0] == 10:
@@ -217,13 +217,13 @@ _REGIMES = (
     (32, _tiles(32, 64, num_stages=5, block_k=64), replace(_LARGE, block_m=32)),
     (float("inf"), _LARGE, _LARGE),
 )
-"""Tiles of both projections, by the most rows of an expert, on average, that they are for."""
+"""Tiles of both projections, with the most rows per expert, on average, that they serve."""
 _SEARCHED = replace(_REGIMES[0][1], block_k=64, num_stages=5), _REGIMES[0][2]
-"""Tiles of both projections of tokens that are not grouped."""
+"""Tiles of both projections for tokens that are not grouped by expert."""
 _NARROWEST = 32
-"""Outputs of a tile, at least, if its order must be that of larger ones."""
+"""Fewest outputs of a tile that has the order of larger ones."""
 _FLOAT32 = _tiles(16, 32, num_stages=2, block_k=32, is_swapped=False)
-"""Tensor cores do not multiply float32 exactly."""
+"""Tiles for float32, which tensor cores do not multiply exactly."""
 
 
 def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
@@ -248,12 +248,13 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 
 
 def choose_many(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Chooses the tiles of both projections for many rows an expert, in four bits."""
+    """Returns the tiles of both projections of four-bit experts with many rows each."""
     return _WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated), _WIDE.fitted(routed.chip)
 
 
 def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
-    """Returns narrower tiles of the same order for tokens so few that SMs would be left over."""
+    """Returns narrower tiles of the same order if tokens are so few that some SMs would have
+    none."""
     block_n, num_hit = tiles.block_n, min(routed.num_routed, routed.num_experts)
     while block_n > _NARROWEST and num_hit * num_outputs < routed.chip.num_sms * block_n:
         block_n //= 2
@@ -261,7 +262,8 @@ def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
 
 
 def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
-    """Returns steps half as deep, twice as many under way, if only these are whole."""
+    """Returns tiles with steps of half as many inputs, and twice the stages, if only such steps are
+    whole."""
     half = tiles.block_k // 2
     if num_inputs % tiles.block_k == 0 or num_inputs % half:
         return tiles
@@ -269,7 +271,7 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 
 
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
-    """Chooses tiles whose left operand is the weight."""
+    """Returns tiles with the weight as the left operand."""
     chip, down = routed.chip, Matrix.of(routed.down)
     if isinstance(routed.down, FourBits):
         up_tiles, down_tiles = choose_experts(routed.rows_each, down, chip)
