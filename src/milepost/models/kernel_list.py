@@ -17,7 +17,7 @@ from milepost.kernels.attention.table import Served, heads_served, latents_serve
 from milepost.kernels.platform.device import Chip, find_chip, present_chip
 from milepost.kernels.platform.tables import KernelTable, P
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms import Epilogue, Form, Matrix
+from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.kernels.recurrent import TABLES, MixerPart, RecurrentOperation
 from milepost.layers.attention import Attention
@@ -47,7 +47,8 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
             name = f"{owner} {path}".replace("blocks.", "").strip()
             if isinstance(module, Linear):
                 for form in module.weight_forms:
-                    matrix, make = _dense(path.rpartition(".")[2], form)
+                    matrix = Matrix.of(form)
+                    make = products_of(path.rpartition(".")[2], matrix)
                     if (path, matrix) not in seen:
                         seen.add((path, matrix))
                         yield from _cells(name, matrix, spans(PRODUCTS, make, chip))
@@ -58,7 +59,7 @@ def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterat
                     for each in served_tokens:
                         yield f"{name} KV", f"{shape}, {each.pages}", *each[1:]
             elif isinstance(module, MoE):
-                make_mixture = _experts(module)
+                make_mixture = mixtures_of(module)
                 mixture = make_mixture(1)
                 if (path, mixture) not in seen:
                     seen.add((path, mixture))
@@ -92,14 +93,13 @@ def _cells(name: str, matrix: Matrix, served: Sequence[Span]) -> Iterator[tuple[
         yield *whose, span.tokens, span.kernel, span.order, span.refused
 
 
-def _dense(name: str, form: Form) -> tuple[Matrix, Callable[[int], Product]]:
-    """Returns a projection's matrix, and a function from the number of rows to their product."""
-    matrix = Matrix.of(form)
+def products_of(name: str, matrix: Matrix) -> Callable[[int], Product]:
+    """Returns a function from the number of rows to their product with a projection's matrix."""
     epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
-    return matrix, lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
+    return lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
 
 
-def _experts(module: MoE) -> Callable[[int], Mixture]:
+def mixtures_of(module: MoE) -> Callable[[int], Mixture]:
     """Returns a function from the number of tokens to the mixture of experts that they need."""
     up, down = (Matrix.of(form) for form in module.experts.forms)
     sizes = module.experts.sizes

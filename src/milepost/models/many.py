@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import KernelTable, P, SumOrder
-from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms import Epilogue, Matrix
-from milepost.kernels.products.table import PRODUCTS, Product
+from milepost.kernels.products.expert_table import EXPERTS
+from milepost.kernels.products.forms import Matrix
+from milepost.kernels.products.table import PRODUCTS
 from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import GatedDelta
 from milepost.layers.linear import Linear
@@ -23,14 +23,13 @@ from milepost.layers.mlp import MLP
 from milepost.layers.moe import MoE
 from milepost.layers.norm import RMSNorm
 from milepost.models.decoder import Decoder
+from milepost.models.kernel_list import mixtures_of, products_of
 
 FEW = (17, 32, 48, 64, 65, 96, 128, 129, 256, 384, 512)
 """Rows of a step after a hit."""
 MANY = 2048
 UNKNOWN = "cuBLAS"
 """Order of a library that chooses it by the number of rows."""
-_SUMMED = ("out", "down", "router")
-"""Projections whose split-K partials are added up by their reader."""
 
 
 def follows_many(model: Decoder, chip: Chip, *, has_float8_kv: bool) -> bool:
@@ -70,31 +69,19 @@ def _why_other(module: object) -> str:
 
 
 def _why_not_dense(name: str, linear: Linear, chip: Chip) -> Iterator[str]:
-    epilogue = Epilogue.PARTIALS if name in _SUMMED else Epilogue.NONE
     for form in linear.weight_forms:
         matrix = Matrix.of(form, SumOrder.LIKE_MANY)
         if matrix.order.is_fixed:
             yield "batch_invariant has orders of its own"
-        problems = {
-            num: Product(weight=matrix, num_rows=num, epilogue=epilogue) for num in (*FEW, MANY)
-        }
+        make = products_of(name, matrix)
+        problems = {num: make(num) for num in (*FEW, MANY)}
         yield from _compare(PRODUCTS, problems, chip, f"{name} {_shape(matrix)}")
 
 
 def _why_not_experts(module: MoE, chip: Chip) -> Iterator[str]:
-    up, down = (Matrix.of(form) for form in module.experts.forms)
-    sizes = module.experts.sizes
-    problems = {
-        num: Mixture(
-            up=up,
-            down=down,
-            num_experts=sizes.num_experts + sizes.num_shared,
-            num_tokens=num,
-            num_chosen=module.shapes.num_chosen + sizes.num_shared,
-        )
-        for num in (*FEW, MANY)
-    }
-    yield from _compare(EXPERTS, problems, chip, f"experts {_shape(up)}")
+    make = mixtures_of(module)
+    problems = {num: make(num) for num in (*FEW, MANY)}
+    yield from _compare(EXPERTS, problems, chip, f"experts {_shape(problems[MANY].up)}")
 
 
 def _compare(table: KernelTable[P], problems: dict[int, P], chip: Chip, name: str) -> Iterator[str]:
