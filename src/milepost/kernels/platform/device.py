@@ -46,7 +46,7 @@ class Chip:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a kernel's launch can overlap with the one before (see `overlap`)."""
+        """Whether a kernel's launch can overlap with the one before (see `launches`)."""
         return self.capability >= (9, 0)
 
     @property

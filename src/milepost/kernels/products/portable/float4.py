@@ -1,9 +1,9 @@
-"""Triton: numbers in e2m1 and the scales of their groups, in 16 bits or wide.
+"""Triton: unpacks e2m1 numbers and the scales of their groups to a 16-bit type or to float32.
 
-A number's exponent and mantissa stand at the low end of a 16-bit type's exponent: that is the
-number over 2^126 in bfloat16 and over 2^14 in float16, also where it is 0.5, which has no exponent.
-Scales make up for it but for 2^7, by which the largest would be too large; so products are the
-weights over `UNIT`, all of their digits, and sums are multiplied with it.
+A number's exponent and mantissa are moved to the low end of a 16-bit type's exponent. The result is
+the number over 2^126 in bfloat16 and over 2^14 in float16, even for 0.5, which is subnormal. Scales
+are multiplied by as much over 2^7, because the largest would overflow otherwise. So numbers times
+scales are the weights over `UNIT`, exactly, and sums are multiplied by it.
 
 Legend: N outputs, K inputs, G groups of them.
 """
@@ -18,8 +18,8 @@ from milepost.kernels.products.portable import int4
 
 
 def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
-    """Returns PTX that moves the halves of four bytes, in 16 bits each, with one multiplication to
-    where a number's sign and the rest of it stand."""
+    """Returns PTX that unpacks halves of four bytes to 16 bits each; one multiplication moves a
+    number's sign and its other bits into place."""
     move = f"mul.lo.u32 pair, pair, {copy}; and.b32 pair, pair, {mask};"
     pairs = (
         f"prmt.b32 pair, half, 0, {order}; {move} mov.b32 ${i}, pair;"
@@ -29,7 +29,7 @@ def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
 
 
 _LOW, _HIGH = (_taking(half, "0x1040", "0x81c081c0") for half in (int4.LOW, int4.HIGH))
-"""For bfloat16: a number's sign stands in bit 15, the rest of it from bit 6 on."""
+"""PTX for bfloat16: a number's sign is bit 15, and its other bits begin at bit 6."""
 
 
 def _scaling(pair: int, bytes_: str) -> str:
@@ -46,18 +46,21 @@ _SCALE_BFLOAT16 = tl.constexpr(
     + _scaling(1, "0x3424")
     + " }"
 )
-"""PTX that makes numbers times 2^119 of four float8's bits, by 2^127 and 2^112."""
+"""PTX that converts the bits of four float8 to bfloat16, times 2^119 in all, in two
+multiplications."""
 UNIT = tl.constexpr(128.0)
 _OF_BFLOAT16 = tl.constexpr(2.0**127)
 _OF_FLOAT16 = tl.constexpr(2.0**15)
-"""2^126 and 2^14, over UNIT; times 256, by which scales are too small as they are decoded."""
+"""Factors of scales: 2^126 or 2^14, over UNIT, times 256, because `decode` returns 1 / 256 of a
+scale."""
 _OF_ROWS = tl.constexpr(2.0**63)
 _WIDE, _PLAIN = tl.constexpr(2.0**64), tl.constexpr(2.0**-48)
-"""Factors that keep products with rows off float32's ends: wide numbers are then over 2^62."""
+"""Factors of rows that keep products within float32's range: they make up for all but 2^62 of the
+numbers' scaling."""
 
 
 def _widening(half: str) -> tl.constexpr:
-    """Returns PTX that makes float32 of the halves of four bytes: those of bfloat16, widened."""
+    """Returns PTX that unpacks halves of four bytes to bfloat16 and widens those to float32."""
     pairs = (
         f"prmt.b32 pair, half, 0, {order}; mul.lo.u32 pair, pair, 0x1040; "
         f"and.b32 pair, pair, 0x81c081c0; shl.b32 ${i}, pair, 16; "
@@ -73,8 +76,8 @@ LOW_WIDE, HIGH_WIDE = _widening(int4.LOW), _widening(int4.HIGH)
 
 @triton.jit
 def low(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns weights [N, K] over UNIT, from the numbers in the low halves of bytes b_w [N, K] and
-    their groups' scales [N, G], which are float8's bits."""
+    """Returns weights [N, K] over UNIT: numbers in the low halves of bytes b_w [N, K] times their
+    groups' scales [N, G], given as bits of float8."""
     if PTX and tl.bfloat16 == TYPE:
         return _weights(int4.take(b_w, _LOW, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
     else:
@@ -83,7 +86,7 @@ def low(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def high(b_w, scale, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns those of the numbers in the high halves."""
+    """Returns weights [N, K] over UNIT, as `low` does, for the high halves of bytes."""
     if PTX and tl.bfloat16 == TYPE:
         return _weights(int4.take(b_w, _HIGH, TYPE), int4.take(scale, _SCALE_BFLOAT16, TYPE))
     else:
@@ -100,8 +103,8 @@ def _weights(q, scale):
 
 @triton.jit
 def widen(b_w, PTX: tl.constexpr):
-    """Returns the numbers in the low and in the high halves of bytes in float32, for rows times
-    `row_factor`, and sums times `wide_scales`."""
+    """Unpacks the low and the high halves of bytes b_w to float32. Rows are to be multiplied by
+    `row_factor`, and sums by `wide_scales`."""
     if PTX:
         return int4.take_wide(b_w, LOW_WIDE), int4.take_wide(b_w, HIGH_WIDE)
     else:
@@ -113,19 +116,20 @@ def widen(b_w, PTX: tl.constexpr):
 
 @triton.jit
 def row_factor(PTX: tl.constexpr):
-    """Returns what a row is multiplied by before it meets wide numbers."""
+    """Returns the factor of a row that is multiplied by numbers from `widen`."""
     return _WIDE if PTX else _PLAIN
 
 
 @triton.jit
 def wide_scales(bits):
-    """Returns the scales of float8's bits for sums of wide numbers, over UNIT: float32."""
+    """Returns the scales of sums of numbers from `widen`, over UNIT, in float32; `bits` are those
+    of float8."""
     return decode(bits, False).to(tl.float32) * _OF_ROWS
 
 
 @triton.jit
 def numbers(q, TYPE: tl.constexpr):
-    """Returns numbers q int16 in a 16-bit type, still to be multiplied by `scales`."""
+    """Converts e2m1 numbers q int16 to a 16-bit TYPE, still to be multiplied by `scales`."""
     if tl.bfloat16 == TYPE:  # noqa: SIM108
         bits = ((q & 8) << 12) | ((q & 7) << 6)
     else:
@@ -135,7 +139,8 @@ def numbers(q, TYPE: tl.constexpr):
 
 @triton.jit
 def scales(bits, TYPE: tl.constexpr):
-    """Returns the scales of float8's bits, times the factor of `numbers`, over UNIT: float32."""
+    """Returns the scales of numbers from `numbers`, over UNIT, in float32; `bits` are those of
+    float8."""
     if tl.bfloat16 == TYPE:
         scale = decode(bits, False).to(tl.float32) * _OF_BFLOAT16
     else:

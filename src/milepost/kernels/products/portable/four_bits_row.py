@@ -1,8 +1,8 @@
-"""Triton: the sums of a row times some outputs with weights of four bits, without tensor cores.
+"""Triton: multiplies a row by four-bit weights, without tensor cores.
 
-A thread multiplies the bytes that it loads at once, a piece, and scales their sum: no thread waits
-for another before all inputs are done. Whole numbers stand in a float32's bits beside 128, and the
-surplus is taken off a piece's sum with the zero point.
+A thread multiplies a *piece*, the bytes that it loads at once, and scales the piece's sum, so no
+thread waits for another before the last input. Integers are unpacked to float32, 128 too large; the
+surplus is subtracted from a piece's sum together with the zero point.
 
 Legend: N outputs, P pieces of a step.
 """
@@ -26,8 +26,9 @@ _LANE = tl.constexpr(FP4_LANE)
 
 @triton.jit
 def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    """Multiplies the row at `p_x` by the outputs `column` [N], and by their gates if there are any:
-    [N] each. If EARLY, it waits for inputs once the first weights are loaded."""
+    """Multiplies the row at `p_x` by the weights of outputs `column` [N], and of their gates if
+    there are any. Returns the sums of both, [N] each. If EARLY, it waits for inputs once the first
+    weights are loaded."""
     INPUTS: tl.constexpr = SHAPE.inputs
     BLOCK_K: tl.constexpr = SHAPE.block_k
     TYPE: tl.constexpr = weight.scales.dtype.element_ty
@@ -67,14 +68,15 @@ def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
 
 @triton.constexpr_function
 def _lane(group):
-    """Returns the inputs of bytes' low halves after which those of their high halves come."""
+    """Returns the number of adjacent inputs in low halves of bytes; as many in high halves
+    follow."""
     return min(group, FP4_LANE) if group > 0 else FP4_LANE
 
 
 @triton.jit
 def _pieces(i_k, SHAPE: tl.constexpr):
-    """Returns a step's pieces [P]: the first inputs of their low halves, and which of them there
-    are."""
+    """Returns a step's pieces [P]: their numbers, the first inputs of their low halves, and whether
+    they exist."""
     LANE: tl.constexpr = _lane(SHAPE.group)
     EACH: tl.constexpr = LANE // _PIECE
     o_p = i_k // (2 * _PIECE) + tl.arange(0, SHAPE.block_k // (2 * _PIECE))
@@ -84,7 +86,8 @@ def _pieces(i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_row(p_x, i_k, SHAPE: tl.constexpr):
-    """Returns the inputs of pieces' low and high halves [P, PIECE], and the sums of both [P]."""
+    """Loads the inputs of the pieces' low and high halves [P, PIECE], and returns their sums [P]
+    too."""
     LANE: tl.constexpr = _lane(SHAPE.group)
     _, o_k, is_input = _pieces(i_k, SHAPE)
     p_x += o_k[:, None] + tl.arange(0, _PIECE)[None, :]
@@ -99,9 +102,10 @@ def _load_row(p_x, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_weights(p_row, i_k, SHAPE: tl.constexpr):
-    """Returns pieces of weights [N, P, PIECE] of rows from `find_row`, and two things [N, P] that
-    scale them: of whole numbers the scales and the zero points, of two neighbouring groups at once
-    if the halves of bytes are in two; of e2m1 the scales of the low and of the high halves."""
+    """Loads pieces of weights [N, P, PIECE] of rows from `find_row`, and two tensors [N, P] that
+    scale them. For integers these are scales and zero points, packed for two neighbouring groups if
+    a byte's halves are in different groups; for e2m1, the scales of the low and of the high
+    halves."""
     o_p, o_k, is_input = _pieces(i_k, SHAPE)
     place = o_p[:, None] * _PIECE + tl.arange(0, _PIECE)[None, :]
     p_w = p_row[0][:, None, None] + place[None, :, :]
@@ -125,7 +129,7 @@ def _load_weights(p_row, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _dot(weights, x, TYPE: tl.constexpr, SHAPE: tl.constexpr):
-    """Multiplies pieces of weights, whose scales are of a TYPE, and of a row: [N, P]."""
+    """Multiplies pieces of weights by pieces of a row: [N, P]. Packed scales have the type TYPE."""
     b_w, first, second = weights
     b_x, b_y, x_sum, y_sum = x
     if SHAPE.group < 0:
@@ -144,11 +148,11 @@ def _dot(weights, x, TYPE: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def _surplus(zero):
-    """Returns the excess of numbers beside 128 over those less their zero point."""
+    """Returns the surplus of an unpacked integer: its zero point plus 128."""
     return zero.to(tl.float32) + 128.0
 
 
 @triton.jit
 def _take(pair, TYPE: tl.constexpr):
-    """Returns the number of a 16-bit TYPE at the low end of 32 bits, in float32."""
+    """Returns the low half of a 32-bit pair, a number of a 16-bit TYPE, in float32."""
     return (pair & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)

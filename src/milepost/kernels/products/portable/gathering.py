@@ -1,4 +1,4 @@
-"""Triton: rows of few tokens gathered in blocks that share an expert, in one launch.
+"""Triton: gathers the rows of few tokens in blocks that share an expert, in one launch.
 
 A program takes one routed token and counts how many of its expert's come before it. A program for
 all of a token's experts would have to exchange numbers between warps repeatedly.
@@ -41,7 +41,7 @@ class Gathered:
 
 
 class GatheredLists(NamedTuple):
-    """The integer lists of `Gathered` as kernel arguments."""
+    """Integer lists of `Gathered` as kernel arguments."""
 
     routed: Any
     experts: Any

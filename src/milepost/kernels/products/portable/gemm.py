@@ -1,8 +1,8 @@
 """Triton: dense products of several rows with weights of every form.
 
-With few rows, reading the weight once is what costs. A weight with few outputs is also cut along
-its inputs, so that every SM reads some of it. The reader of the result adds the split-K partials
-up, always in the same order.
+Few rows take the time that reading the weight takes. A weight with few outputs is also cut along
+its inputs, so that every SM reads some of it. The reader of the result adds up the split-K
+partials, always in the same order.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials; M rows, N outputs of a program.
 """
@@ -25,7 +25,8 @@ from milepost.kernels.products.run import Multiplication
 
 
 def run(given: Multiplication, cut: SplitTiles) -> Tensor:
-    """Multiplies rows by a weight of any form. Few FP8 rows are rounded on the way."""
+    """Multiplies several rows by a weight of any form: see `products.run`. Few FP8 rows are rounded
+    on the way."""
     weight, chip, tiles, split_k = given.weight, given.chip, cut.tiles, cut.split_k
     assert not isinstance(weight, Packed), "a form of kernels"
     if is_raw := isinstance(weight, Raw):
@@ -118,8 +119,8 @@ def _gemm_kernel(
 
 
 def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
-    """Adds up the second dimension of `partials` [T, S, O], as `run` returns them; into `output`,
-    whose rows may lie apart, if there is one."""
+    """Adds up split-K partials [T, S, O] from `run` and returns them as `dtype` [T, O], in `output`
+    if given, whose rows may lie apart."""
     num_tokens, split_k, num_outputs = partials.shape
     if output is None:
         output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)

@@ -1,11 +1,12 @@
-"""Triton: the loop of a GEMM along its inputs, for weights of every form.
+"""Triton: the loop of a GEMM over its inputs, for weights of every form.
 
-Quantised weights are the left operand: with few rows they fill the tensor cores' tall side. FP8:
-every BLOCK inputs the sum goes to float32 registers, times both scales; tensor cores keep some 14
-bits of a float8 sum. On chips without arithmetic in float8 its numbers become the activations' type
-in registers, which is exact, and rows stay as they are. Int8: sums are integers, times both scales
-in the end. Four bits: numbers become the activations' type in registers, times their scales; sums
-of e2m1 are multiplied with their rows' factors.
+Quantised weights are the left operand, so they fill the tall side of tensor cores if rows are few.
+FP8: after every BLOCK inputs the sum is multiplied by both scales and added in float32 registers,
+because tensor cores keep only some 14 bits of a float8 sum; on chips without float8 arithmetic
+numbers are converted to the activations' type, which is exact, and rows are not rounded. Int8: sums
+are integers, multiplied by both scales at the end. Four bits: numbers are converted to the
+activations' type and multiplied by their scales; sums of e2m1 are multiplied by their rows'
+factors.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
@@ -31,7 +32,7 @@ from milepost.kernels.products.portable.weights import (
 
 
 def choose(weight: Raw | Quantised) -> Any:
-    """Returns the loop for a weight of this form."""
+    """Returns the device function that multiplies rows by a weight of this form."""
     return multiply_raw if isinstance(weight, Raw) else multiply_quantised
 
 
@@ -46,9 +47,9 @@ def multiply_raw(
     first,
     SHAPE: tl.constexpr,
 ):
-    """Multiplies rows at `p_x` [M, 1] by the outputs `column` [N], and by their gates if there are
-    any, over a split's inputs from `first` on: [M, N], or [N, M] if swapped. `p_row_scale` [M] and
-    `stride` are those of rounded rows, for other forms."""
+    """Multiplies rows at `p_x` [M, 1] by the weights of outputs `column` [N], and of their gates if
+    there are any, over a split's inputs from `first` on. Returns the sums of both, [M, N], or [N,
+    M] if swapped. `p_row_scale` [M] and `stride` are of rounded rows and for other forms."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
     STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
     o_k = first + tl.arange(0, BLOCK_K)
@@ -93,8 +94,8 @@ def _add(left, right, acc, SHAPE: tl.constexpr):
 def multiply_quantised(
     p_x, p_row_scale, stride, weight, expert, column, first, SHAPE: tl.constexpr
 ):
-    """Multiplies as `multiply_raw`, swapped unless scales of four bits come first. Scales of a
-    row's blocks are `stride` apart."""
+    """Does `multiply_raw` for quantised weights, swapped unless four-bit weights are scaled first.
+    Scales of a row's blocks are `stride` apart."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
     STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
     o_x, o_w = columns(SHAPE)
@@ -134,7 +135,7 @@ def multiply_quantised(
 
 @triton.jit
 def _finish(acc, p_row, row_scale, TYPE: tl.constexpr, SHAPE: tl.constexpr):
-    """Multiplies sums [N, M] of rows of a TYPE by the factors that all inputs share."""
+    """Multiplies sums [N, M] by the factors that all inputs share; rows have the type TYPE."""
     if SHAPE.group == 0 and not SHAPE.has_block_scales:
         scale = tl.load(p_row[1])[:, None]
         if not SHAPE.is_decoded:
@@ -153,15 +154,15 @@ def _finish(acc, p_row, row_scale, TYPE: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def factors(p_factor):
-    """Loads the factors of sums of e2m1 numbers."""
+    """Loads the factors of e2m1 weights' rows, for sums over UNIT."""
     return tl.load(p_factor) * float4.UNIT
 
 
 @triton.jit
 def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
-    """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K] and rows
-    `x`: pointers [M, K], both at `columns`, the step's scales, or that of all activations, and the
-    rows' sums."""
+    """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K]. `x` has
+    pointers to the rows [M, K], the step's scales or that of all activations, and the rows' sums;
+    all pointers are at `columns`."""
     if p_w.dtype.element_ty == tl.int8:
         return int8_step.add(acc, x, p_w + i_k, i_k, SHAPE)
     elif SHAPE.group < 0 or SHAPE.scales_first:
@@ -176,7 +177,7 @@ def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
-    """Adds a step of FP8. Rows that are not rounded yet are rounded on the way, by the scale of all
+    """Adds a step of FP8. Rows are rounded on the way unless they are already, by the scale of all
     activations if there is one."""
     p_x, row_scale, _ = x
     b_w = decode(tl.load(p_w + i_k), SHAPE.is_native)
@@ -196,7 +197,7 @@ def _add_fp8(acc, x, p_w, scale, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_decoded(acc, p_x, p_w, scale, i_k, SHAPE: tl.constexpr):
-    """Adds a step of FP8 weights in the rows' type, which is exact."""
+    """Adds a step of FP8 weights converted to the rows' type, which is exact."""
     b_x = tl.trans(tl.load(p_x + i_k))
     b_w = decode_as(tl.load(p_w + i_k), b_x.dtype)
     if SHAPE.has_block_scales:
@@ -207,8 +208,8 @@ def _add_decoded(acc, p_x, p_w, scale, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_weights(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
-    """Adds a step of four-bit weights, which are scaled before they are multiplied: e2m1, and Int4
-    for many rows, where a group has more sums than weights."""
+    """Adds a step of four-bit weights that are scaled before they are multiplied: e2m1, and Int4
+    for many rows, whose sums per group outnumber its weights."""
     LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
     b_w, b_x = tl.load(p_w + i_k // 2), tl.load(p_x + i_k)
     if SHAPE.group < 0:
@@ -225,11 +226,13 @@ def _add_weights(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
-    """Adds a step of one group or two: numbers are multiplied as whole ones; zero points, and what
-    numbers are too large by, are taken off a group's sum with the rows' own, and it is scaled.
+    """Adds a step of one group or two of Int4. Numbers are multiplied as integers; zero points and
+    the numbers' `offset` are subtracted from a group's sum by means of the rows' sums, and the
+    difference is scaled.
 
-    So nothing but constants meets a number before it is multiplied, and it stays in the register
-    in which it was unpacked."""
+    Only constants are applied to a number before it is multiplied, so it stays in the register in
+    which it was unpacked.
+    """
     LANE: tl.constexpr = min(SHAPE.group, 64)
     p_x, _, sums = x
     scale, zero, high_scale, high_zero = scales
@@ -247,16 +250,16 @@ def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_step(p_x, p_w, i_k, LANE: tl.constexpr):
-    """Loads a step's bytes, and the rows [K, M] of their low and of their high halves."""
+    """Loads a step's bytes, and the rows' inputs [K, M] for their low and for their high halves."""
     b_w = tl.load(p_w + i_k // 2)
     return b_w, tl.trans(tl.load(p_x + i_k)), tl.trans(tl.load(p_x + LANE + i_k))
 
 
 @triton.jit
 def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
-    """Returns rows' sums [1, M] or [N, M] over a step's groups of Int4. Few rows have none yet, and
-    are added up by the matrix unit, which is idle: so sums stand where products do. The ones are
-    made of bytes at `p_w`, in their layout."""
+    """Returns rows' sums over a step's groups of Int4, [1, M], or [N, M] if they are added up here.
+    Few rows are: the matrix unit, which is idle, multiplies them by ones, so sums lie where
+    products do. The ones have the layout of numbers at `p_w`."""
     LANE: tl.constexpr = min(SHAPE.group, 64)
     if SHAPE.scales_first:
         return ()
@@ -281,5 +284,5 @@ def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _scaled(b_dot, b_sum, scale, zero):
-    """Scales a group's sums [N, M]; `b_sum` are its rows' own."""
+    """Scales a group's sums [N, M], less zero points times the rows' sums `b_sum`."""
     return (b_dot - b_sum * zero[:, None]) * scale.to(tl.float32)[:, None]

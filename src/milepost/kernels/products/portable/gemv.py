@@ -1,9 +1,9 @@
 """Triton: products of a row with weights of every form, without tensor cores: a program reads some
 rows of the weight and multiplies as it goes.
 
-Experts of few tokens are multiplied so, too: hardly two tokens share an expert, so every routed
-token reads its expert's matrices by itself, and nothing has to be grouped first. Raw products of
-one token come several in a launch: of two rows, and of heads.
+Experts of few tokens are multiplied in this way too: hardly two tokens share an expert, so every
+routed token reads its expert's matrices by itself, and nothing has to be grouped first. Raw
+products of one token come several in a launch: of two rows, and of heads.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, H hidden size, I inputs or an
 expert's size, O outputs. Where heads are multiplied, H are these.
@@ -27,7 +27,7 @@ from milepost.kernels.products.run import Multiplication, RoutedRows
 
 
 def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
-    """Multiplies each row for itself."""
+    """Multiplies rows one at a time by a weight of any form: see `products.run`."""
     hidden, weight, output = given.values, given.weight, given.output()
     assert not isinstance(weight, Packed), "a form of kernels"
     tile = {**tiles.sizes, "is_gated": given.is_gated}
@@ -96,8 +96,8 @@ def _gemv_kernel(
     MULTIPLY: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Makes outputs of one row. Those with gates are activated, and routed tokens' are, or are
-    multiplied with their routing weights."""
+    """Computes outputs of one row. Outputs with gates are activated; those of routed tokens are
+    activated too, or multiplied by routing weights."""
     launch_dependents()
     o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
     row = tl.program_id(1)

@@ -1,6 +1,7 @@
-"""Triton: the sums of a row times some outputs, without tensor cores, for raw weights and FP8.
+"""Triton: multiplies a row by raw or FP8 weights, without tensor cores; `choose` knows the
+functions for other forms.
 
-Rows are rounded on the way if the form asks for that, which needs no launch of its own.
+Rows are rounded on the way if the form needs that, which saves a launch.
 
 Legend: K inputs of a step, D blocks of a step, N outputs.
 """
@@ -24,7 +25,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 def choose(weight: Raw | Quantised) -> Any:
-    """Returns the sums for a weight of this form."""
+    """Returns the device function that multiplies a row by a weight of this form."""
     if isinstance(weight, FourBits):
         return four_bits_row.multiply_row
     if isinstance(weight, Int8):
@@ -34,8 +35,9 @@ def choose(weight: Raw | Quantised) -> Any:
 
 @triton.jit
 def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    """Multiplies the row at `p_x` by the outputs `column` [N], and by their gates if there are any:
-    [N] each. If EARLY, it waits for inputs once the first weights are loaded."""
+    """Multiplies the row at `p_x` by the weights of outputs `column` [N], and of their gates if
+    there are any. Returns the sums of both, [N] each. If EARLY, it waits for inputs once the first
+    weights are loaded."""
     INPUTS: tl.constexpr = SHAPE.inputs
     BLOCK_K: tl.constexpr = SHAPE.block_k
     o_k = tl.arange(0, BLOCK_K)
@@ -68,7 +70,7 @@ def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
 
 @triton.jit
 def multiply_fp8(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    """Multiplies as `multiply_raw`, block by block."""
+    """Does `multiply_raw` for FP8, block by block."""
     BLOCKS: tl.constexpr = SHAPE.inputs // _BLOCK
     BLOCK_D: tl.constexpr = SHAPE.block_k // _BLOCK
     gate, up = find_both(weight, expert, column, SHAPE)
@@ -92,7 +94,8 @@ def multiply_fp8(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
 
 @triton.jit
 def _load_row(p_x, i_d, SHAPE: tl.constexpr):
-    """Returns a row's blocks from the i_d-th on as they are multiplied, [D, BLOCK]."""
+    """Loads a row's blocks from block `i_d` on, rounded to FP8 and scaled unless weights are
+    decoded: [D, BLOCK] float32."""
     o_d, o_k = i_d + tl.arange(0, SHAPE.block_k // _BLOCK), tl.arange(0, _BLOCK)
     is_input = (o_d < SHAPE.inputs // _BLOCK)[:, None]
     place = o_d[:, None] * _BLOCK + o_k[None, :]
@@ -108,7 +111,7 @@ def _load_row(p_x, i_d, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_weights(p_w, i_d, SHAPE: tl.constexpr):
-    """Returns blocks of weights [N, D, BLOCK] of rows at `p_w` [N]."""
+    """Loads blocks of weights [N, D, BLOCK] of rows at `p_w` [N], from block `i_d` on."""
     o_d, o_k = i_d + tl.arange(0, SHAPE.block_k // _BLOCK), tl.arange(0, _BLOCK)
     place = (o_d[:, None] * _BLOCK + o_k[None, :])[None, :, :]
     if SHAPE.inputs % SHAPE.block_k == 0:

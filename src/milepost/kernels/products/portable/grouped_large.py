@@ -1,8 +1,8 @@
-"""Triton: the experts' GEMMs for many rows per expert, where arithmetic is the bottleneck.
+"""Triton: experts' GEMMs for many rows per expert, where arithmetic is the bottleneck.
 
-Weights, and activations that lie row by row, are loaded by TMA in whole tiles: see the conditions
-in `products.expert_table`. Rows are the left operand. In FP8 a tile is as wide as a block that
-shares a scale, and the up projection rounds what it stores for the down projection.
+TMA loads weights, and activations that lie row by row, in whole tiles: see the conditions in
+`products.expert_table`. Rows are the left operand. In FP8 a tile is as wide as a block that shares
+a scale, and the up projection rounds what it stores for the down projection.
 
 Legend: P routed tokens, N experts of a token, H hidden size, I an expert's size, M rows of a block,
 D scales of a row.
@@ -31,7 +31,7 @@ BLOCK_M = 128
 _BLOCK_N = 128
 _RAW_DEPTH = 64
 _PROGRAMS = 2
-"""Programs per SM of the down projection with raw weights."""
+"""Number of programs per SM in the down projection with raw weights."""
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -87,7 +87,7 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Returns float8 as kernels store it."""
+    """Returns FP8 values as the bits that kernels store."""
     return values.view(torch.uint8) if values.dtype == FP8 else values
 
 

@@ -1,9 +1,10 @@
-"""Triton: whole numbers of four bits in a 16-bit type, in the layout in which they are multiplied.
+"""Triton: unpacks four-bit integers to a 16-bit type or to float32, in the register layout in which
+they are multiplied.
 
-In bfloat16 a number stands in the bits beside 128, which costs less than a conversion, and 128 is
-taken off sums: a group's is some 1,500 then in place of 50, and float32 has 16 bits to spare. In
-float16 it would stand beside 1024, so 1032 is taken off each number. On NVIDIA's chips four bytes
-are unpacked at a time.
+In bfloat16 a number is put into the low bits of 128, which costs less than a conversion, and 128 is
+subtracted from sums: a group's sum is some 1,500 then instead of 50, and float32 has 16 bits to
+spare. In float16 it is put into the low bits of 1024, so 1032 is subtracted from each number. On
+NVIDIA's chips four bytes are unpacked at a time.
 
 Legend: N outputs, K bytes.
 """
@@ -15,7 +16,8 @@ import triton.language as tl
 
 
 def _taking(half: str, beside: str) -> tl.constexpr:
-    """Returns PTX that puts the halves of four bytes in 16 bits each, beside a power of two."""
+    """Returns PTX that unpacks halves of four bytes to 16 bits each, in the low bits of a power of
+    two."""
     return tl.constexpr(f"""{{
         .reg .b32 half, power;
         mov.b32 power, {beside};
@@ -35,7 +37,7 @@ _ONE_BFLOAT16, _ONE_FLOAT16 = (
 
 
 def _widening(half: str) -> tl.constexpr:
-    """Returns PTX that puts the halves of four bytes in the bits of a float32 each, beside 128."""
+    """Returns PTX that unpacks halves of four bytes to float32, in the low bits of 128."""
     moves = " ".join(f"prmt.b32 ${i}, half, power, 0x7{i}44;" for i in range(4))
     return tl.constexpr(
         "{ .reg .b32 half, power; mov.b32 power, 0x43000000; "
@@ -50,7 +52,8 @@ LOW_WIDE, HIGH_WIDE = _widening(LOW), _widening(HIGH)
 
 @triton.jit
 def low(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns the numbers in the low halves of bytes b_w [N, K], plus `offset`."""
+    """Unpacks the low halves of bytes b_w [N, K] to a 16-bit TYPE; numbers are `offset` too
+    large."""
     if not PTX:
         q = _beside(b_w.to(tl.int16) & 15, TYPE)
     elif tl.bfloat16 == TYPE:
@@ -62,7 +65,8 @@ def low(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def high(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns the numbers in the high halves of bytes b_w [N, K], plus `offset`."""
+    """Unpacks the high halves of bytes b_w [N, K] to a 16-bit TYPE; numbers are `offset` too
+    large."""
     if not PTX:
         q = _beside(b_w.to(tl.int16) >> 4, TYPE)
     elif tl.bfloat16 == TYPE:
@@ -74,7 +78,7 @@ def high(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def widen(b_w, PTX: tl.constexpr):
-    """Returns the numbers in the low and in the high halves of bytes, plus 128, in float32."""
+    """Unpacks the low and the high halves of bytes b_w to float32; numbers are 128 too large."""
     if PTX:
         return take_wide(b_w, LOW_WIDE), take_wide(b_w, HIGH_WIDE)
     else:
@@ -86,7 +90,7 @@ def widen(b_w, PTX: tl.constexpr):
 
 @triton.jit
 def take_wide(b_w, HOW: tl.constexpr):
-    """Returns what code makes of four bytes of b_w at a time, in float32."""
+    """Runs the PTX `HOW` on four bytes of b_w at a time, for four numbers in float32."""
     return tl.inline_asm_elementwise(
         HOW, "=r,=r,=r,=r,r", [b_w], dtype=tl.float32, is_pure=True, pack=4
     )
@@ -94,7 +98,7 @@ def take_wide(b_w, HOW: tl.constexpr):
 
 @triton.jit
 def ones(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns ones [N, K], in the layout of numbers of b_w."""
+    """Returns ones [N, K] of a 16-bit TYPE, in the register layout of numbers unpacked from b_w."""
     if not PTX:
         one = tl.full(b_w.shape, 1.0, TYPE)
     elif tl.bfloat16 == TYPE:
@@ -106,14 +110,14 @@ def ones(b_w, TYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def take(b_w, HOW: tl.constexpr, TYPE: tl.constexpr):
-    """Returns what code makes of four bytes of b_w at a time, in a 16-bit type."""
+    """Runs the PTX `HOW` on four bytes of b_w at a time, for four numbers of a 16-bit TYPE."""
     q = tl.inline_asm_elementwise(HOW, "=r,=r,r", [b_w], dtype=tl.int16, is_pure=True, pack=4)
     return q.to(TYPE, bitcast=True)
 
 
 @triton.jit
 def _beside(q, TYPE: tl.constexpr):
-    """Puts numbers in the bits beside a power of two."""
+    """Puts numbers into the low bits of 128 (bfloat16) or 1024 (float16)."""
     if tl.bfloat16 == TYPE:
         return (q | 0x4300).to(TYPE, bitcast=True)
     else:
@@ -130,14 +134,14 @@ def _taken_off(q):
 
 @triton.jit
 def offset(TYPE: tl.constexpr):
-    """Returns what numbers in a 16-bit type are too large by."""
+    """Returns the excess of the numbers that `low` and `high` unpack to a 16-bit TYPE."""
     return 128.0 if tl.bfloat16 == TYPE else -8.0
 
 
 @triton.jit
 def weights(numbers, scale, zero):
-    """Returns the weights of numbers [N, K] as `low` and `high` return them, in their type, for
-    scales and zero points [N] of all of them, or [N, G] of groups."""
+    """Returns the weights [N, K] of `numbers` from `low` or `high`, in their type. Scales and zero
+    points are [N], or [N, G] for groups of inputs."""
     zero = (zero.to(tl.float32) + offset(numbers.dtype)).to(numbers.dtype)
     scale = scale.to(numbers.dtype)
     if len(scale.shape) == 1:

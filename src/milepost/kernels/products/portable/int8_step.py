@@ -1,5 +1,5 @@
-"""Triton: sums of int8 weights times rows that are rounded to int8, in integers: no order changes
-their bits.
+"""Triton: multiplies rows rounded to int8 by int8 weights. Sums are integers, so their order
+changes no bit.
 
 Legend: K inputs of a step, M rows, N outputs.
 """
@@ -20,8 +20,8 @@ _WIDTH = tl.constexpr(16)
 @triton.jit
 def add(acc, x, p_w, i_k, SHAPE: tl.constexpr):
     """Adds the product of weights at `p_w` [N, K] and rows from input i_k on to acc [N, M] int32.
-    `x` has the rows' pointers [M, K], and the scale of all activations, by which rows are rounded
-    on the way, unless they are already."""
+    `x` has pointers to the rows [M, K] and the scale of all activations, by which rows are rounded
+    on the way unless they are already."""
     p_x, row_scale, _ = x
     b_x = tl.load(p_x + i_k)
     if not SHAPE.is_rounded:
@@ -31,9 +31,9 @@ def add(acc, x, p_w, i_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    """Multiplies the row at `p_x` by the outputs `column` [N], and by their gates if there are any:
-    [N] each. The row is read twice: for its largest number, then rounded. The first weights are
-    loaded before; if EARLY, it waits for inputs then."""
+    """Multiplies the row at `p_x` by the weights of outputs `column` [N], and of their gates if
+    there are any. Returns the sums of both, [N] each. The row is read twice, for its largest number
+    and to be rounded. If EARLY, it waits for inputs once the first weights are loaded."""
     INPUTS: tl.constexpr = SHAPE.inputs
     BLOCK_K: tl.constexpr = SHAPE.block_k
     PARTS: tl.constexpr = SHAPE.block_k // _WIDTH

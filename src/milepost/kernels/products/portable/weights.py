@@ -35,9 +35,9 @@ class WeightTensors(NamedTuple):
     numbers: Any
     scales: Any = None
     zeros: Any = None
-    """Zero points, or factors of e2m1 rows."""
+    """Zero points of Int4, or factors of e2m1 rows."""
     input_scales: Any = None
-    """Scales of all activations, if the checkpoint sets them."""
+    """Scales of all activations, if the checkpoint has them."""
 
     @staticmethod
     def of(weight: Raw | Quantised, chip: Chip) -> WeightTensors:
@@ -69,26 +69,27 @@ class ProductShape(NamedTuple):
     is_swapped: bool = False
     """Whether the weight is the left operand, and sums are [N, M]."""
     group: int = 0
-    """Inputs of a scale in four bits: 0 for FP8 and raw weights, and less than 0 for e2m1."""
+    """Inputs that share a scale in four bits, negated for e2m1; 0 for raw and eight-bit weights."""
     depths: int = 0
-    """Scales of an output."""
+    """Number of scales of an output."""
     scale_rows: int = 1
-    """Outputs of a scale."""
+    """Number of outputs that share a scale."""
     has_block_scales: bool = False
     is_native: bool = True
-    """Whether the chip multiplies FP8, if the form is that."""
+    """Whether the chip multiplies FP8; for that form alone."""
     is_decoded: bool = False
-    """Whether FP8 is multiplied in the rows' type, for the chip does not round rows to it."""
+    """Whether FP8 weights are converted to the rows' type, because the chip rounds no rows to
+    FP8."""
     is_static: bool = False
-    """Whether the checkpoint sets the scale of all activations."""
+    """Whether the checkpoint has a scale of all activations."""
     is_rounded: bool = False
-    """Whether rows are rounded and have scales, or have sums."""
+    """Whether rows were rounded before and have scales, or were added up and have sums."""
     scales_first: bool = False
     """See `Tiles`."""
     is_ahead: bool = False
     """Whether all weights of a row's program are loaded before the first are multiplied."""
     has_ptx: bool = False
-    """Whether four bits are unpacked by NVIDIA's instructions."""
+    """Whether four-bit weights are unpacked by NVIDIA's instructions."""
 
     @staticmethod
     def of(
@@ -125,8 +126,8 @@ class ProductShape(NamedTuple):
 
 @triton.jit
 def columns(SHAPE: tl.constexpr):
-    """Returns a step's inputs in a row of activations, and where the weights' numbers stand in
-    theirs. A byte has two numbers of four bits: these are the first ones' inputs (see
+    """Returns offsets [K] of a step's inputs in a row of activations, and of their weights in a row
+    of bytes. A byte holds two four-bit numbers; the inputs are those of the low halves (see
     `forms.Int4`)."""
     if SHAPE.group:
         LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
@@ -139,8 +140,8 @@ def columns(SHAPE: tl.constexpr):
 
 @triton.jit
 def find_row(weight, expert, row, SHAPE: tl.constexpr):
-    """Returns pointers to the numbers, scales and zero points of `row` [N] of an expert; a form
-    without zero points has any pointer for them."""
+    """Returns pointers to the numbers, scales and zero points of rows `row` [N] of an expert. A
+    form without zero points has any pointer for them."""
     HEIGHT: tl.constexpr = 2 * SHAPE.outputs if SHAPE.is_gated else SHAPE.outputs
     PITCH: tl.constexpr = SHAPE.inputs // 2 if SHAPE.group else SHAPE.inputs
     p_w = weight.numbers + expert * (HEIGHT * PITCH) + row * PITCH
@@ -158,7 +159,7 @@ def find_row(weight, expert, row, SHAPE: tl.constexpr):
 
 @triton.jit
 def find_both(weight, expert, column, SHAPE: tl.constexpr):
-    """Returns the rows of the gates of the outputs `column` [N], and theirs: see `find_row`."""
+    """Returns `find_row` of the gates of outputs `column` [N], and of the outputs."""
     gate = find_row(weight, expert, column, SHAPE)
     up = gate
     if SHAPE.is_gated:
