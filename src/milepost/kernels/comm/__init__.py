@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import norm
+from milepost.kernels.layout.emit import values_of
 
 NUM_SLOTS = 512
 """Most rows of a one-shot sum. Each has memory of its own, so a rank that is ahead overwrites
@@ -72,7 +73,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Adds up all ranks' `partials` [T, P, C] and norms `hidden` [T, C] plus that."""
     sent = [each.float().sum(1).to(hidden.dtype) for each in partials]
-    return norm.reference.add_norm(hidden.float(), _in_order(sent), scale, eps, multiplier)
+    given = hidden.float(), _in_order(sent), scale, eps, multiplier
+    total, normed = norm.reference.add_norm(*given)
+    return total, values_of(normed)
 
 
 def add_up(values: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast
 
 
@@ -19,13 +21,16 @@ def add_norm(
     multiplier: float = 1.0,
     *,
     delta_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    emit: Emit = Emit.VALUES,  # noqa: ARG001
+    order: SumOrder = SumOrder.FREE,  # noqa: ARG001
+) -> tuple[Tensor, Inputs]:
     """Adds a layer's output, times `multiplier`, to the residual stream and norms the sum. Returns
     the sum and the norm, both [T, H] in `hidden`'s dtype.
 
     `hidden` [T, H]; `delta` [T, H], or [T, P, H] whose parts are added up, or None. The norm is the
     root mean square one with `scale` [H], computed in `scale`'s type. With `delta_scale` [H], the
-    delta is normed itself before it is added.
+    delta is normed itself before it is added. Kernels emit the norm as `emit` asks, and add a row
+    up in `order`; partials have no order of many rows.
     """
     if delta is not None:
         delta = delta if delta.dim() == 2 else _add_up(delta)
