@@ -87,7 +87,7 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
         own = rows[-num:].contiguous()
         few = products.multiply(own, weight, **how)
         if not torch.equal(few, many[-num:]):
-            product = Product(Matrix.of(weight), num, **how)
+            product = Product(Matrix.of(weight, how["order"]), num, how["epilogue"])
             choice = PRODUCTS.choose(product, chip)
             different[num] = "none" if choice is None else f"{choice.kernel.name}: {choice.order}"
         are_split.append(products.multiply(own, weight, epilogue=Epilogue.PARTIALS).dim() == 3)
