@@ -22,7 +22,7 @@ from tests.kernels.choices import without
 from tests.kernels.orders import run_all
 from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8, make_rows, to
 
-NUM_ROWS = (1, 2, 7, 16, 33, 64, 65, 129, 300, 500)
+NUM_ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 129, 300, 500)
 MOST_ROWS = 1000
 SHAPES = ((4096, 2048), (2048, 4096), (12288, 4096), (264, 2048))
 NUM_EXPERTS, NUM_CHOSEN, HIDDEN, SIZE = 64, 8, 2048, 512

@@ -50,6 +50,19 @@ def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():
     assert tiles_of(65, 2048, 12352) is None
 
 
+@pytest.mark.parametrize("num_rows", [65, 96, 128])
+def test_more_rows_are_taken_where_sums_are_whole(num_rows):
+    def cut(num_outputs, order):
+        weight = Matrix(form=Raw, num_outputs=num_outputs, num_inputs=2048, order=order)
+        return tiles.cut_raw(Product(weight=weight, num_rows=num_rows), H200)
+
+    assert cut(256, SumOrder.FREE) is None
+    for order in (SumOrder.LIKE_MANY, SumOrder.FIXED):
+        assert cut(256, order).block_m == 128
+    assert cut(12352, SumOrder.LIKE_MANY) is None, "cuBLAS has the same order"
+    assert cut(12352, SumOrder.FIXED).split_k == 1
+
+
 @pytest.mark.parametrize("order", [SumOrder.FREE, SumOrder.FIXED])
 @pytest.mark.parametrize("num_outputs", [256, 2048, 4096, 8449, 12288, 151_936])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64])

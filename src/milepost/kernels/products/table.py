@@ -154,7 +154,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
-        rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
+        rows=RowRange(most=2 * _MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
         serves=SumOrder.FIXED, **_HOPPER_FEW),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
         _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, serves=SumOrder.FIXED),

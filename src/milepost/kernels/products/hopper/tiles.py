@@ -50,6 +50,11 @@ class RawTiles:
 _RAW_STAGES = {16: (12, 10, 8, 0), 32: (11, 8, 6, 10), 64: (9, 12, 12, 10)}
 """Stages by the tokens of a tile: for many outputs; for many inputs and few outputs; for some of
 both; for some inputs and few outputs, 0 where other kernels are as fast."""
+_WHOLE_STAGES = {rows: min(stages[:2]) for rows, stages in _RAW_STAGES.items()} | {128: 6}
+"""Stages where sums are not cut into parts, which alone have tiles of 128 tokens."""
+_FEW_WHOLE = 1 << 10
+"""Outputs of such sums up to which tiles of 128 tokens are faster than cuBLAS, whose order of sums
+is the same."""
 _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
 """Ranges of outputs, or inputs, whose GEMMs gain. With more outputs it does not matter when they
 begin; with fewer of both, the portable kernel is as fast."""
@@ -60,17 +65,15 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
     `Epilogue.PARTIALS` a separate launch adds up split-K partials."""
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    if num_rows == 1 and not weight.order.is_fixed:
+        return None
+    if product.is_whole:
+        return _cut_whole(product, chip)
     block_m = next((rows for rows in _RAW_STAGES if num_rows <= rows), 0)
-    if not block_m or (num_rows == 1 and not weight.order.is_fixed):
+    if not block_m:
         return None
     wide, long, square, small = _RAW_STAGES[block_m]
     stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1
-    if product.is_whole:
-        # Partials' sums would differ from those of many rows, so narrow tiles fill the SMs.
-        block_n = _spread(num_outputs, sms, 128)
-        sizes = {"block_m": block_m, "block_n": block_n, "num_stages": min(wide, long)}
-        fits = num_inputs % RAW_BLOCK_K == 0
-        return RawTiles(**sizes, max_warps=4 if block_m == 16 else 8) if fits else None
     is_whole = product.epilogue is Epilogue.NONE
     is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
     is_narrow = num_outputs in _FEW or num_outputs in _SOME
@@ -91,6 +94,24 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
         max_warps=warps,
         programs=programs,
         split_k=split_k,
+    )
+
+
+def _cut_whole(product: Product, chip: Chip) -> RawTiles | None:
+    """Cuts a product whose sums are not cut into parts, since partials' sums would differ from
+    those of many rows: narrow tiles fill the SMs."""
+    weight = product.weight
+    block_m = next((rows for rows in _WHOLE_STAGES if product.num_rows <= rows), 0)
+    if not block_m or weight.num_inputs % RAW_BLOCK_K:
+        return None
+    is_many = block_m not in _RAW_STAGES and weight.num_outputs > _FEW_WHOLE
+    if is_many and not weight.order.is_fixed:
+        return None
+    return RawTiles(
+        block_m=block_m,
+        block_n=_spread(weight.num_outputs, chip.num_sms, 128),
+        num_stages=_WHOLE_STAGES[block_m],
+        max_warps=4 if block_m == 16 else 8,
     )
 
 
