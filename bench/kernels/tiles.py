@@ -85,8 +85,8 @@ SMALL_STEPS = (
 NUM_OF_ONE = 4
 """Tiles of several rows that are tried with one."""
 ONE = (
-    "1x4x2048,4 1x4x1024,4 1x4x1024,4,a 1x8x512,4 1x8x512,4,a 1x16x512,4,a 1x8x512,2,a 1x4x512,2,a "
-    "1x16x256,4 1x16x256,4,a 1x8x256,2,a"
+    "1x4x512,1 1x4x512,1,a 1x8x512,1 1x8x512,1,a 1x2x512,1,a 1x4x1024,1 1x4x1024,1,a 1x8x1024,1 "
+    "1x2x1024,1,a 1x4x2048,2 1x4x2048,2,a 1x8x2048,2 1x2x2048,2,a 1x4x4096,4 1x2x4096,4"
 )
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
 MANY = (

@@ -8,8 +8,9 @@ from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Raw
 from milepost.kernels.products.forms import Matrix
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 from milepost.kernels.products.hopper import tiles
+from milepost.kernels.products.portable.row_tiles import cut_gemv
 from milepost.kernels.products.table import Product
 
 H200 = CHIPS["sm_90"][1]
@@ -61,6 +62,20 @@ def test_more_rows_are_taken_where_sums_are_whole(num_rows):
         assert cut(256, order).block_m == 128
     assert cut(12352, SumOrder.LIKE_MANY) is None, "cuBLAS has the same order"
     assert cut(12352, SumOrder.FIXED).split_k == 1
+
+
+@pytest.mark.parametrize("num_outputs", [64, 576, 2560, 12288, 24576])
+@pytest.mark.parametrize("num_inputs", [128, 384, 768, 2048, 2560, 2688, 4096, 12288])
+def test_a_warp_has_a_piece_of_four_bits_for_each_thread(num_inputs, num_outputs):
+    """Also where programs have several warps because outputs are few."""
+    weight = Matrix(form=Int4, num_outputs=num_outputs, num_inputs=num_inputs, group=128)
+    for epilogue, num_matrices in ((Epilogue.PARTIALS, 1), (Epilogue.GATED, 2)):
+        found = cut_gemv(Product(weight=weight, num_rows=1, epilogue=epilogue), H200)
+        assert found.block_k // found.num_warps in (512, 1024)
+        assert found.num_warps == 1 or num_inputs % found.block_k == 0
+        programs = -(-num_outputs // num_matrices // found.block_n)
+        narrowest = found.block_n == 1 and num_inputs % (2 * found.block_k)
+        assert programs * found.num_warps >= 4 * NUM_SMS or narrowest or found.num_warps == 4
 
 
 @pytest.mark.parametrize("order", [SumOrder.FREE, SumOrder.FIXED])

@@ -29,10 +29,11 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, grouped, grouped_large
+from milepost.kernels.products.portable import gemm, gemv, grouped, grouped_large
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
+from milepost.kernels.products.portable.row_tiles import GemvTiles
 from milepost.kernels.products.portable.tiles import SplitTiles, Tiles
 from milepost.kernels.products.run import Multiplication, run_mixture
 from tests.kernels.choices import forget, multiplication, run_kernel
@@ -146,6 +147,26 @@ def test_int4_gemm(num_tokens: int, num_inputs: int, group: int) -> None:
     weight = make_int4(72, num_inputs, group=group)
     hidden, bias = make_rows(num_tokens, num_inputs), torch.randn(72)
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("block_k", [256, 512, 1024, 2048])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(make_int4, group=group) for group in (32, 64, 128)),
+        *(partial(make_fp4, group=group) for group in (16, 32)),
+    ],
+    ids=["int4 32", "int4 64", "int4 128", "nvfp4", "mxfp4"],
+)
+def test_a_row_meets_four_bits_in_pieces_of_any_size(
+    make: Callable[..., Form], block_k: int, *, is_ahead: bool
+) -> None:
+    """In whole steps and in a last one that inputs do not fill."""
+    for num_inputs in (block_k, 1152):
+        weight, hidden = make(20, num_inputs), make_rows(1, num_inputs)
+        tiles = GemvTiles(block_n=8, block_k=block_k, num_warps=1, is_ahead=is_ahead)
+        check(gemv.run(multiplication(hidden, weight), tiles), hidden, weight, None)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
@@ -44,23 +43,23 @@ _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 _WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
 """Eight-bit weights that a program reads at a time. Every program rounds its row, so fewer programs
 are better; small matrices, and experts' down projections, need more of them."""
-_FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _FEW_INPUTS = 1024, 4, 256
-"""Most inputs of a step and most outputs of a program with four-bit weights, and most inputs of a
-step of experts' down projections. Whole steps compute nothing beyond the last input."""
-_WARP_WEIGHTS = 1024
-"""Four-bit weights that a warp loads at once. If no thread loads more per step, scales stay in the
-threads that loaded them."""
-_MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 10, 1 << 26
-"""Most steps whose weights fit the registers, and fewest weights of a matrix whose programs hide
-each other's waits."""
+_FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _EXPERT_OUTPUTS = 1024, 4, 8
+"""Inputs of a warp's step in four bits, at most, and outputs of a program, of experts' last
+projections more: a thread multiplies its part of the row by all of these."""
+_MOST_WARPS, _LEAST_WARPS = 4, 8
+"""Warps of a program in four bits, at most, and those of an SM below which a program has more of
+them, or fewer outputs."""
+_MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 40 * 8, 1 << 26
+"""Most weights in four bits of a thread that there are registers for, and weights of a matrix from
+which on programs hide each other's waits."""
 
 
-def cut_gemv(product: Product, chip: Chip) -> GemvTiles:  # noqa: ARG001
+def cut_gemv(product: Product, chip: Chip) -> GemvTiles:
     """Returns the tiles of a product of one row."""
     weight, is_gated = product.weight, product.epilogue is Epilogue.GATED
     if weight.form is not Raw:
         if weight.form in (Int4, Fp4):
-            return _cut_four_bits(weight, 1 + is_gated)
+            return _cut_four_bits(weight, chip.num_sms, 1 + is_gated)
         num_weights = _FEW_WEIGHTS if weight.num_weights < _SMALL else _WEIGHTS
         return _cut_quantised_row(weight, num_weights, 1 + is_gated)
     if is_gated:
@@ -95,22 +94,36 @@ def _cut_raw_gates(weight: Matrix) -> GemvTiles:
     return GemvTiles(4, 2048 if weight.num_inputs <= 2048 else 1024, num_warps=4)
 
 
-def _cut_four_bits(weight: Matrix, num_matrices: int = 1) -> GemvTiles:
+def _cut_four_bits(weight: Matrix, num_sms: int, num_matrices: int) -> GemvTiles:
     """Returns the tiles of `num_matrices` four-bit matrices that a program multiplies by the same
     row."""
-    block_k = math.gcd(weight.num_inputs, _FOUR_BIT_INPUTS)
-    num_warps = max(1, _FOUR_BIT_OUTPUTS * block_k // _WARP_WEIGHTS)
-    steps = num_matrices * weight.num_inputs // block_k
-    is_ahead = steps <= _MOST_AHEAD and weight.num_weights < _MOST_WEIGHTS_AHEAD
-    return GemvTiles(num_warps * _WARP_WEIGHTS // block_k, block_k, num_warps, is_ahead=is_ahead)
+    num_outputs, num_inputs = weight.num_outputs // num_matrices, weight.num_inputs
+    block_n, block_k, num_warps = _FOUR_BIT_OUTPUTS, _warp_inputs(num_inputs), 1
+    least = _LEAST_WARPS * num_sms
+    while num_outputs * num_warps < least * block_n:
+        if num_warps < _MOST_WARPS and num_inputs % (2 * block_k) == 0:
+            block_k, num_warps = 2 * block_k, 2 * num_warps
+        elif block_n > 1:
+            block_n //= 2
+        else:
+            break
+    held = num_matrices * block_n * num_inputs // (32 * num_warps)
+    is_ahead = held <= _MOST_AHEAD and weight.num_weights < _MOST_WEIGHTS_AHEAD
+    return GemvTiles(block_n, block_k, num_warps, is_ahead=is_ahead)
+
+
+def _warp_inputs(num_inputs: int) -> int:
+    """Returns the inputs of a warp's step: half of the most if these are whole then, or enough."""
+    half = _FOUR_BIT_INPUTS // 2
+    is_half = num_inputs % _FOUR_BIT_INPUTS and (num_inputs % half == 0 or num_inputs < half)
+    return half if is_half else _FOUR_BIT_INPUTS
 
 
 def _cut_expert_in_four_bits(weight: Matrix, *, is_up: bool) -> GemvTiles:
     """Returns the tiles of an expert's four-bit projection. Its weights are not all loaded first,
     because other experts' programs hide the wait."""
-    block_k = math.gcd(weight.num_inputs, 2 * _FOUR_BIT_INPUTS if is_up else _FEW_INPUTS)
-    block_n = max(_FOUR_BIT_OUTPUTS, 4 * _WARP_WEIGHTS // block_k)
-    return GemvTiles(block_n, block_k, num_warps=4)
+    block_n = _FOUR_BIT_OUTPUTS if is_up else _EXPERT_OUTPUTS
+    return GemvTiles(block_n, _warp_inputs(weight.num_inputs), num_warps=1)
 
 
 def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) -> GemvTiles:
