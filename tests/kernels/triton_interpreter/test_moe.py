@@ -142,6 +142,18 @@ def test_route_of_parts() -> None:
         assert torch.equal(routed[1], experts)
 
 
+def test_of_equal_scores_the_first_wins_also_below_zero() -> None:
+    """Groups of 12 experts, two of which are chosen: all equal, then with the third one ahead."""
+    scores = Scores(kind="sigmoid", num_groups=3, num_groups_chosen=2)
+    bias = torch.full((36,), -2.0)
+    how = {"normalise": True, "scores": scores, "bias": bias}
+    logits = torch.zeros(1, 36)
+    assert triton.route(logits, 14, **how)[1].tolist() == [list(range(14))]
+    bias[[28, 30]] += 0.25
+    expected = [28, 30, *range(12)]
+    assert triton.route(logits, 14, **how)[1].tolist() == [expected]
+
+
 @pytest.mark.parametrize("group", [group_few, group_many])
 @pytest.mark.parametrize("block_rows", [2, 16])
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 3), (9, 7), (700, 7), (5, 300)])

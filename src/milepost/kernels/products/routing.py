@@ -16,6 +16,8 @@ from milepost.kernels.products.experts_reference import SOFTMAX, Scores
 
 _LOWEST = tl.constexpr(-(2**31))
 """A number below all keys."""
+_MOST_GROUPS = tl.constexpr(32)
+"""Groups of experts have a bit each of a number."""
 
 
 def route(
@@ -38,6 +40,7 @@ def route(
     width = num_chosen + num_shared
     weights = torch.empty(num_tokens, width, dtype=dtype or logits.dtype, device=logits.device)
     experts = torch.empty(num_tokens, width, dtype=torch.int32, device=logits.device)
+    assert scores.num_groups <= _MOST_GROUPS.value, "a group has a bit of 32"
     has_parts = logits.dim() == 3
     is_plain = bias is None and scores.kind == "softmax" and scores.num_groups == 1
     _route_kernel[(num_tokens,)](
@@ -98,12 +101,13 @@ def _choose_by_keys(b_logits, o_e, o_n, is_e, dtype: tl.constexpr, CHOSEN: tl.co
 @triton.jit
 def _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr):
     """Returns the experts with the largest scores among those that are left; of equal scores the
-    first wins."""
+    first wins. Scores become integer keys in the same order, as in `_choose_by_keys`."""
+    b_bits = (b_scores + 0.0).to(tl.int32, bitcast=True)
+    b_keys = tl.where(is_left, b_bits ^ (b_bits >> 31 & 0x7FFFFFFF), _LOWEST)
     b_experts = tl.zeros_like(o_n)
     for n in tl.static_range(CHOSEN):
-        best = tl.max(tl.where(is_left, b_scores, float("-inf")))
-        expert = tl.min(tl.where((b_scores == best) & is_left, o_e, EXPERTS - 1))
-        is_left &= o_e != expert
+        expert = tl.min(tl.where(b_keys == tl.max(b_keys), o_e, EXPERTS - 1))
+        b_keys = tl.where(o_e == expert, _LOWEST, b_keys)
         b_experts = tl.where(o_n == n, expert, b_experts)
     return b_experts
 
@@ -174,10 +178,15 @@ def _route_kernel(
     if BY_KEYS:
         b_experts, b_chosen = _choose_by_keys(b_logits, o_e, o_n, is_e, rounded, CHOSEN)
     else:
-        b_scores = tl.where(is_e, _score(b_logits, top, SIGMOID) / total + b_bias, float("-inf"))
+        b_scores = _score(b_logits, top, SIGMOID) / total + b_bias
         is_left = is_e
         if GROUPS > 1:
-            is_left &= _is_in_best_group(b_scores, o_e, EXPERTS // GROUPS, GROUPS, GROUPS_CHOSEN)
+            SIZE: tl.constexpr = EXPERTS // GROUPS
+            best = _best_groups(
+                p_row, bias, part_stride, top, total,
+                rounded, PARTS, SIZE, GROUPS, GROUPS_CHOSEN, SIGMOID,
+            )  # fmt: skip
+            is_left &= (best >> tl.minimum(o_e // SIZE, _MOST_GROUPS - 1) & 1) != 0
         b_experts = _choose_by_scores(b_scores, is_left, o_e, o_n, EXPERTS, CHOSEN)
         # Loading their logits again costs less than a reduction for each.
         b_chosen = _add_up(p_row + b_experts, part_stride, is_chosen, rounded, PARTS)
@@ -200,23 +209,36 @@ def _score(logits, top, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _is_in_best_group(
-    b_scores, o_e, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr
+def _best_groups(
+    p_row,
+    bias,
+    part_stride,
+    top,
+    total,
+    dtype: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
-    """Returns which columns are in the groups whose two best experts have the greatest sums."""
+    """Returns a bit for each of the groups of SIZE experts whose two best ones have the greatest
+    sums; of equal sums the first wins. Loading logits by group [G, S] again costs less than finding
+    each group's among all."""
     o_g = tl.arange(0, triton.next_power_of_2(GROUPS))
-    b_sums = tl.full(o_g.shape, float("-inf"), tl.float32)
-    for n in tl.static_range(GROUPS):
-        b_own = tl.where(o_e // SIZE == n, b_scores, float("-inf"))
-        best = tl.max(b_own)
-        first = tl.min(tl.where(b_own == best, o_e, o_e.shape[0]))
-        second = tl.max(tl.where(o_e == first, float("-inf"), b_own))
-        b_sums = tl.where(o_g == n, best + second, b_sums)
-    is_best = o_e < 0
-    is_left = o_g < GROUPS
-    for _ in tl.static_range(GROUPS_CHOSEN):
-        best = tl.max(tl.where(is_left, b_sums, float("-inf")))
-        chosen = tl.min(tl.where((b_sums == best) & is_left, o_g, GROUPS - 1))
-        is_left &= o_g != chosen
-        is_best |= o_e // SIZE == chosen
-    return is_best
+    o_s = tl.arange(0, triton.next_power_of_2(SIZE))
+    is_own = (o_g < GROUPS)[:, None] & (o_s < SIZE)[None, :]
+    o_own = o_g[:, None] * SIZE + o_s[None, :]
+    b_own = _add_up(p_row + o_own, part_stride, is_own, dtype, PARTS)
+    b_own = _score(b_own, top, SIGMOID) / total
+    if bias is not None:
+        b_own += tl.load(bias + o_own, mask=is_own, other=0.0)
+    b_own = tl.where(is_own, b_own, float("-inf"))
+    best = tl.max(b_own, 1)
+    first = tl.min(tl.where(b_own == best[:, None], o_s[None, :], o_s.shape[0]), 1)
+    second = tl.max(tl.where(o_s[None, :] == first[:, None], float("-inf"), b_own), 1)
+    sums = best + second
+    own, other = sums[:, None], sums[None, :]
+    is_before = (other > own) | ((other == own) & (o_g[None, :] < o_g[:, None]))
+    is_best = tl.sum(is_before.to(tl.int32), 1) < GROUPS_CHOSEN
+    return tl.sum(tl.where(is_best, 1 << o_g, 0))
