@@ -75,7 +75,7 @@ MODELS = {
 COPY_GBPS = 4280
 """Of an H200, measured."""
 FEW = "8x64,4,4 8x64,2,4 8x64,4,3 8x128,4,4 8x128,4,3 16x64,2,4"
-FEW_FP8 = "16x64,4,3 16x64,4,4 16x64,4,5 16x64,8,3 16x128,4,3 16x128,4,4 16x128,8,3 16x32,2,4"
+FEW_FP8 = "16x32,2,6 16x64,4,4 16x64,4,6 16x64,8,4 16x128,4,4 16x128,4,6 16x128,8,4 16x256,8,3"
 ROWS = "8x128,8,4 8x128,4,4 8x64,2,4 8x64,4,4 16x128,8,4 16x64,2,4"
 SMALL_STEPS = (
     "8x64x64,4,6 8x64x64,4,8 8x64x64,2,8 8x32x64,2,8 8x128x64,8,6 8x128x64,4,8 16x64x64,4,6 "
@@ -89,6 +89,10 @@ ONE = (
     "1x2x1024,1,a 1x4x2048,2 1x4x2048,2,a 1x8x2048,2 1x2x2048,2,a 1x4x4096,4 1x2x4096,4"
 )
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
+SOME_FP8 = (
+    "32x64,4,4 32x128,4,4 32x128,8,4 64x64,4,4 64x64,4,6 64x64,8,4 64x128,4,3 64x128,4,4 "
+    "64x128,8,3 64x128,8,4 64x256,8,3"
+)
 MANY = (
     "32x64,4,4 64x64,4,3 64x128,8,3 64x64,4,3,s 64x128,4,3,s 64x64,4,3,u 64x64,4,2,u 64x64,8,3,u "
     "64x128,4,3,u 128x64,4,2,u 128x64,8,2,u 128x64,8,3,u 128x128,8,2,u 128x128,8,3,u 256x64,8,2,u"
@@ -199,7 +203,7 @@ def time_dense(form: str, model: Model, counts: list[int]) -> Iterator[dict[str,
         floor = bytes_of(weights[0]) / COPY_GBPS / 1e3
         for num_tokens in (each for each in counts if each <= 64):
             hidden = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
-            tiles = few if num_tokens <= 16 else SOME
+            tiles = few if num_tokens <= 16 else SOME_FP8 if form == "fp8" else SOME
             calls: dict[str, Calls] = {
                 each: [partial(run_dense, hidden, weight, each) for weight in weights]
                 for each in tiles.split()[: None if num_tokens > 1 else NUM_OF_ONE]
