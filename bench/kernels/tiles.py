@@ -137,7 +137,7 @@ def time_experts(form: str, model: Model, counts: list[int]) -> Iterator[dict[st
                 each: project(draws, parse(each), is_up=is_up)
                 for each in tiles.split()[: None if num_tokens > 1 else NUM_OF_ONE]
             }
-            if num_tokens <= 4:
+            if num_tokens <= 16:
                 calls |= {each: project_one(draws, each, is_up=is_up) for each in ONE.split()}
             yield {**named, "floor_us": round(floor, 1), "us": time_all(calls)}
         whole: dict[str, Calls] = {
