@@ -88,6 +88,10 @@ ONE = (
     "1x4x512,1 1x4x512,1,a 1x8x512,1 1x8x512,1,a 1x2x512,1,a 1x4x1024,1 1x4x1024,1,a 1x8x1024,1 "
     "1x2x1024,1,a 1x4x2048,2 1x4x2048,2,a 1x8x2048,2 1x2x2048,2,a 1x4x4096,4 1x2x4096,4"
 )
+ONE_FP8 = (
+    "1x4x2048,4 1x8x2048,4 1x16x2048,4 1x8x2048,8 1x16x2048,8 1x32x2048,8 1x8x1024,4 1x16x1024,4 "
+    "1x32x1024,8 1x16x512,4 1x32x512,8"
+)
 SOME = "32x64,4,4 32x128,8,4 64x64,4,3 64x128,8,3 64x128,8,4"
 SOME_FP8 = (
     "32x64,4,4 32x128,4,4 32x128,8,4 64x64,4,4 64x64,4,6 64x64,8,4 64x128,4,3 64x128,4,4 "
@@ -126,6 +130,7 @@ def time_experts(form: str, model: Model, counts: list[int]) -> Iterator[dict[st
     down = FORMS[form](model.experts, model.hidden, model.size)
     few, many = (FEW_FP8, MANY_FP8) if form == "fp8" else (FEW, MANY)
     few = SMALL_STEPS if form == "int4, 32" else few
+    one = ONE_FP8 if form == "fp8" else ONE
     for num_tokens in counts:
         draws = [draw(num_tokens, up, down) for _ in range(6 if num_tokens <= 64 else 2)]
         touched = sum(each.experts.unique().numel() for each in draws) / len(draws)
@@ -138,7 +143,7 @@ def time_experts(form: str, model: Model, counts: list[int]) -> Iterator[dict[st
                 for each in tiles.split()[: None if num_tokens > 1 else NUM_OF_ONE]
             }
             if num_tokens <= 16:
-                calls |= {each: project_one(draws, each, is_up=is_up) for each in ONE.split()}
+                calls |= {each: project_one(draws, each, is_up=is_up) for each in one.split()}
             yield {**named, "floor_us": round(floor, 1), "us": time_all(calls)}
         whole: dict[str, Calls] = {
             "chosen": [partial(run_mix, each, False) for each in draws],
@@ -197,6 +202,7 @@ def parse_one(name: str) -> GemvTiles:
 
 def time_dense(form: str, model: Model, counts: list[int]) -> Iterator[dict[str, Any]]:
     few = FEW_FP8 if form == "fp8" else SMALL_STEPS if form == "int4, 32" else ROWS
+    one = ONE_FP8 if form == "fp8" else ONE
     for name, (num_inputs, num_outputs) in model.dense.items():
         count = max(3, int(120e6 * 2 // (num_inputs * num_outputs)))
         weights = [FORMS[form](num_outputs, num_inputs) for _ in range(count)]
@@ -211,7 +217,7 @@ def time_dense(form: str, model: Model, counts: list[int]) -> Iterator[dict[str,
             if num_tokens == 1:
                 calls |= {
                     each: [partial(run_one, hidden, weight, each) for weight in weights]
-                    for each in ONE.split()
+                    for each in one.split()
                 }
             for allowed, each in ((False, "chosen"), (True, "Hopper's")):
                 calls[each] = [partial(run_chosen, hidden, weight, allowed) for weight in weights]
