@@ -26,10 +26,10 @@ from milepost.kernels.products.forms.quantised import (
     quantise_rows,
 )
 from milepost.kernels.products.grouping import group_many
+from milepost.kernels.products.portable import float4, gemm, gemv, grouped, grouped_large
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
-from milepost.kernels.products.portable import gemm, gemv, grouped, grouped_large
 from milepost.kernels.products.portable import (
     rounding as triton_rounding,
 )
@@ -147,6 +147,18 @@ def test_int4_gemm(num_tokens: int, num_inputs: int, group: int) -> None:
     weight = make_int4(72, num_inputs, group=group)
     hidden, bias = make_rows(num_tokens, num_inputs), torch.randn(72)
     check(run_kernel(hidden, weight, bias), hidden, weight, bias)
+
+
+def test_one_multiplication_moves_a_number_of_e2m1_to_both_of_its_places() -> None:
+    """As the PTX does which the interpreter does not run: two bytes of all values at a time."""
+    low, high = torch.arange(1 << 16) & 255, torch.arange(1 << 16) >> 8
+    for number, (_, factor) in enumerate(float4.MOVES):
+        mask = 0x0F << 4 * number
+        pairs = ((low & mask) | (high & mask) << 16) * factor & 0x81C081C0
+        for place, byte in ((0, low), (16, high)):
+            found = (pairs >> place & 0xFFFF).to(torch.int16)
+            q = (byte >> 4 * number & 15).to(torch.int16)
+            assert torch.equal(found, (((q & 8) << 12) | ((q & 7) << 6)).to(torch.int16))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

@@ -17,10 +17,10 @@ from milepost.kernels.platform.numerics import decode
 from milepost.kernels.products.portable import int4
 
 
-def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
+def _taking(half: str, factor: int, mask: str) -> tl.constexpr:
     """Returns PTX that unpacks halves of four bytes to 16 bits each; one multiplication moves a
     number's sign and its other bits into place."""
-    move = f"mul.lo.u32 pair, pair, {copy}; and.b32 pair, pair, {mask};"
+    move = f"mul.lo.u32 pair, pair, {factor}; and.b32 pair, pair, {mask};"
     pairs = (
         f"prmt.b32 pair, half, 0, {order}; {move} mov.b32 ${i}, pair;"
         for i, order in enumerate(("0x4140", "0x4342"))
@@ -28,7 +28,10 @@ def _taking(half: str, copy: str, mask: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 half, pair; " + half + " ".join(pairs) + " }")
 
 
-_LOW, _HIGH = (_taking(half, "0x1040", "0x81c081c0") for half in (int4.LOW, int4.HIGH))
+MOVES = (int4.LOW, 0x1040), ("and.b32 half, $2, 0xf0f0f0f0;", 0x0104)
+"""PTX of the low and the high halves of four bytes, and what a number in either is multiplied by to
+stand in both of its places, 12 and 6 bits above the low end."""
+_LOW, _HIGH = (_taking(half, factor, "0x81c081c0") for half, factor in MOVES)
 """PTX for bfloat16: a number's sign is bit 15, and its other bits begin at bit 6."""
 
 
@@ -59,10 +62,10 @@ _WIDE, _PLAIN = tl.constexpr(2.0**64), tl.constexpr(2.0**-48)
 numbers' scaling."""
 
 
-def _widening(half: str) -> tl.constexpr:
+def _widening(half: str, factor: int) -> tl.constexpr:
     """Returns PTX that unpacks halves of four bytes to bfloat16 and widens those to float32."""
     pairs = (
-        f"prmt.b32 pair, half, 0, {order}; mul.lo.u32 pair, pair, 0x1040; "
+        f"prmt.b32 pair, half, 0, {order}; mul.lo.u32 pair, pair, {factor}; "
         f"and.b32 pair, pair, 0x81c081c0; shl.b32 ${i}, pair, 16; "
         f"and.b32 ${i + 1}, pair, 0xffff0000;"
         for i, order in ((0, "0x4140"), (2, "0x4342"))
@@ -71,7 +74,7 @@ def _widening(half: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 half, pair; " + half + " ".join(pairs) + " }")
 
 
-LOW_WIDE, HIGH_WIDE = _widening(int4.LOW), _widening(int4.HIGH)
+LOW_WIDE, HIGH_WIDE = (_widening(half, factor) for half, factor in MOVES)
 
 
 @triton.jit
