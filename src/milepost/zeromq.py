@@ -41,18 +41,48 @@ def between_engines(socket: S, max_bytes: int) -> S:
     return bound(socket, max_bytes=max_bytes, max_queued=MAX_QUEUED)
 
 
+def connected(
+    context: zmq.Context[Any], address: str, max_bytes: int
+) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+    """Returns a socket that asks another engine, and one with a message whenever the connection is
+    lost or cannot be made; close both. Raises ZMQError."""
+    socket: zmq.Socket[Any] = between_engines(context.socket(zmq.DEALER), max_bytes)
+    try:
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            close(socket, monitor)
+            raise
+    except zmq.ZMQError:
+        socket.close(linger=0)
+        raise
+    return socket, monitor
+
+
+def close(socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+    """Closes both sockets of a connection."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
+
+
 def received(socket: zmq.Socket[Any]) -> list[bytes]:
     """Returns the first frames of the next message; the others are read and dropped."""
     return received_from(socket)[1]
 
 
 def received_from(socket: zmq.Socket[Any]) -> tuple[str, list[bytes]]:
-    """Returns the address of the next message's sender, and its first frames; the others are read
-    and dropped."""
+    """Returns the address of the next message's sender, if it has one, and its first frames; the
+    others are read and dropped."""
     first = socket.recv(copy=False)
     frames = [first.bytes]
     while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv()
         if len(frames) < MAX_FRAMES:
             frames.append(frame)
-    return str(first.get("Peer-Address")).removeprefix(_MAPPED), frames
+    try:
+        address = str(first.get("Peer-Address"))
+    except zmq.ZMQError:  # of this machine or process
+        address = "here"
+    return address.removeprefix(_MAPPED), frames

@@ -175,7 +175,8 @@ def test_engines_that_wait_for_each_other_do_not_for_ever(tiny, transport, monke
         fleet.check()
 
 
-def test_an_engine_that_is_gone(tiny, transport):
+def test_an_engine_that_is_gone(tiny, transport, caplog):
+    """Nobody waits for its answer as long as one may take."""
     engines = [open_engine(tiny.folder, transport, extra=SHORT) for _ in range(2)]
     with running(engines[1]) as fleet:
         fleet.engines.insert(0, engines[0])
@@ -185,6 +186,7 @@ def test_an_engine_that_is_gone(tiny, transport):
         job = fleet.decode(engines[1], tokens(200), params)
         assert job.completions[0].request.output_token_ids == tiny.expected(tokens(200), greedy(4))
         assert connector_of(engines[1]).num_failed == 1
+        assert "its connection is lost, or nobody listens" in caplog.text
         fleet.check()
 
 

@@ -259,13 +259,20 @@ def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
 
 
 def test_a_thousand_requests_that_name_others_end_nothing(tiny):
-    """Each is answered; no more engines are asked than may be unknown at a time."""
+    """Each is answered; no more engines are asked than may be unknown at a time. At half of the
+    addresses somebody listens who says nothing, at the others nobody."""
     first, second = (open_engine(tiny.folder, "socket", extra={"timeout_s": 30}) for _ in range(2))
-    with running(first, second) as fleet, socket.create_server(("127.0.0.1", 0)) as silent:
+    with running(first, second) as fleet, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for _ in range(100)
+        ]
         params, links, most = fleet.prefill(first, tokens(90)), connector_of(second)._links, 0
         for number in range(1100):
-            port = 20_000 + number if number % 100 else silent.getsockname()[1]
-            given = params | {"remote_port": port, "remote_host": f"127.0.{number // 250}.9"}
+            port, host = 20_000 + number, f"127.0.{number // 250}.9"
+            if number % 2 == 0:
+                port, host = silent[number // 2 % 100], "127.0.0.1"
+            given = params | {"remote_port": port, "remote_host": host}
             job = fleet.add(second, tokens(2), given, greedy(1))
             if number % 100:
                 second.abort(job)

@@ -11,6 +11,7 @@ from milepost.disaggregation import peers as peers_module
 from milepost.disaggregation.peers import SPARE_S, Peers
 from milepost.disaggregation.transport import TransferError
 from milepost.kv_transfer_config import PeerNetworks
+from milepost.zeromq import received_from
 from tests.disaggregation.test_faults import hello
 
 
@@ -67,3 +68,11 @@ def test_an_address_of_no_peer_is_not_connected_to(known):
     with pytest.raises(TransferError, match=r"10\.0\.0\.1 is no peer's address"):
         known.peers.at("10.0.0.1", 1)
     assert not list(known.peers.sockets)
+
+
+def test_a_message_of_this_process_has_no_address():
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        one.bind("inproc://here")
+        two.connect("inproc://here")
+        two.send_multipart([b"a", b"b"])
+        assert received_from(one) == ("here", [b"a", b"b"])

@@ -33,7 +33,7 @@ from milepost.disaggregation.messages import (
 )
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.kv_transfer_config import PeerNetworks
-from milepost.zeromq import between_engines, received
+from milepost.zeromq import close, connected, received
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class _OpenQuestion(NamedTuple):
 class Peer:
     """One other engine."""
 
-    def __init__(self, socket: Any, peers: Peers) -> None:
-        self.socket = socket
+    def __init__(self, socket: Any, monitor: Any, peers: Peers) -> None:
+        self.socket, self.monitor = socket, monitor
         self.engine_id = ""
         self.layout = Layout([], [])
         self.handle: Any = None
@@ -132,7 +132,7 @@ class Peer:
     def end(self, why: str) -> None:
         """Closes the connection and fails all open questions."""
         self._over = why
-        self.socket.close(linger=0)
+        close(self.socket, self.monitor)
         if self.handle is not None:
             self._peers.transport.remove_peer(self.handle)
         waiting = [asked.then for asked in self.asked.values()]
@@ -205,7 +205,7 @@ class Peers:
 
     @property
     def sockets(self) -> Iterable[Any]:
-        return [peer.socket for peer in self._known.values()]
+        return [each for peer in self._known.values() for each in (peer.socket, peer.monitor)]
 
     @property
     def next_deadline(self) -> float | None:
@@ -226,7 +226,7 @@ class Peers:
             if host not in self._allowed:
                 raise TransferError(f"{host} is no peer's address")
             self._make_room()
-            peer = self._known[host, port] = Peer(self._connect(host, port), self)
+            peer = self._known[host, port] = Peer(*self._connect(host, port), self)
         return peer
 
     def find(self, host: str, port: int) -> Peer | None:
@@ -244,22 +244,20 @@ class Peers:
                 raise TransferError(f"{MAX_PEERS} other engines are asked already")
             self.drop(oldest, "others are asked")
 
-    def _connect(self, host: str, port: int) -> zmq.Socket[Any]:
+    def _connect(self, host: str, port: int) -> tuple[Any, Any]:
         try:
-            socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
+            return connected(self._context, endpoint(host, port), MAX_ANSWER_BYTES)
         except zmq.ZMQError as error:  # no file, no memory, or ZeroMQ's limit
             raise TransferError(f"no socket for {host}:{port}: {error}") from error
-        try:
-            between_engines(socket, MAX_ANSWER_BYTES).connect(endpoint(host, port))
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise TransferError(f"{host}:{port}: {error}") from error
-        return socket
 
     def read(self, socket: Any) -> None:
         """Receives an answer. A peer that sends anything else is dropped, and no other peer is."""
         for peer in list(self._known.values()):
-            if peer.socket is not socket:
+            if socket is peer.monitor:
+                received(socket)
+                if peer.asked:
+                    self.drop(peer, "it does not answer: its connection is lost, or nobody listens")
+            if socket is not peer.socket:
                 continue
             try:
                 peer.read()
