@@ -129,6 +129,8 @@ def test_items_of_stored_answers_are_given_by_reference(server, client):
     assert third.usage.input_tokens > again.usage.input_tokens
     with server.client(key="another") as other, pytest.raises(openai.NotFoundError):
         other.responses.create(input=given, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="name each item once"):
+        client.responses.create(input=[*given, given[1]], **GREEDY)
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="no such item"):
         client.responses.create(input=given, **GREEDY)

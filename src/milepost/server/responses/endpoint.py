@@ -80,7 +80,10 @@ class ResponseStore:
 
     def resolved(self, owner: str, items: Sequence[ResponseItem]) -> Sequence[ResponseItem]:
         """Returns the items, with those of stored answers in place of references to them. Raises
-        HttpError 404."""
+        HttpError 404, or 400 if one is named twice: a short body could make an endless prompt."""
+        named = [item.id for item in items if isinstance(item, ItemReference)]
+        if len(set(named)) < len(named):
+            raise HttpError(400, "input: name each item once", param="input")
         return [
             self._item(owner, item.id) if isinstance(item, ItemReference) else item
             for item in items
