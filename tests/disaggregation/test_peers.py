@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from unittest.mock import Mock
 
 import pytest
@@ -67,6 +68,18 @@ def test_one_that_has_not_answered_makes_room_for_another(known, monkeypatch):
 def test_an_address_of_no_peer_is_not_connected_to(known):
     with pytest.raises(TransferError, match=r"10\.0\.0\.1 is no peer's address"):
         known.peers.at("10.0.0.1", 1)
+    assert not list(known.peers.sockets)
+
+
+def test_an_engine_that_is_gone_is_let_go_of_once_nothing_can_be_read(known):
+    """Else its connection would be tried again, and the thread be woken, for hours."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = known.at(listening.getsockname()[1])
+    for now, is_over in ((9.0, False), (11.0, True)):
+        known.now = now
+        assert peer.monitor.poll(10_000), "its connection is tried again"
+        known.peers.read(peer.monitor)
+        assert peer.is_over == is_over
     assert not list(known.peers.sockets)
 
 

@@ -255,7 +255,7 @@ class Peers:
         for peer in list(self._known.values()):
             if socket is peer.monitor:
                 received(socket)
-                if peer.asked:
+                if peer.asked or self.now - peer.used_at > self._timeout_s:  # nothing is read
                     self.drop(peer, "it does not answer: its connection is lost, or nobody listens")
             if socket is not peer.socket:
                 continue
