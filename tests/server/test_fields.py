@@ -396,7 +396,7 @@ def test_only_text_images_and_videos_are_served(http, kind):
     response = chat(http, messages=[{"role": "user", "content": content}])
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages[0].content[1].type")
-    expected = f"'{kind}' is not supported: only text, images and video_url are served"
+    expected = f"'{kind}' is not supported: only text, images and videos are served"
     assert expected in error["message"]
 
 

@@ -54,7 +54,7 @@ def answered(server, *parts, **own):
 def test_the_model_says_that_it_takes_images(server):
     with server.http() as http:
         (model,) = http.get("/v1/models").json()["data"]
-    assert model["input_modalities"] == ["text", "image"]
+    assert model["input_modalities"] == ["text", "image", "video"]
 
 
 def test_the_same_image_in_any_file_hits_and_another_does_not(server):
@@ -180,6 +180,61 @@ def test_a_video_is_an_animation_whose_frames_are_pictures(server):
         found = ask(server, user("a", {"type": "video_url", "video_url": {"url": data}}))
         assert found.status_code == 400
         assert message in found.json()["error"]["message"]
+
+
+def test_a_video_may_be_a_list_of_its_frames(server):
+    frames = [image(4, 6, seed) for seed in range(20, 24)]
+    data = base64.b64encode(animation(frames, 500)).decode()
+    url = f"data:image/png;base64,{data}"
+    text, count, details = answered(server, "see ", {"type": "video_url", "video_url": url}, "?")
+    assert (details["image_tokens"], details["images_reused"]) == (2 * 24, 0)
+    for own in ({"fps": 2}, {"times": [0, 0.5, 1, 1.5]}):
+        video = {"frames": [data_url(each) for each in frames], **own}
+        again = answered(server, "see ", {"type": "video", "video": video}, "?")
+        assert again[:2] == (text, count)
+        assert again[2]["images_reused"] == 2
+    for video, message in (
+        ({"frames": [data_url(ONE)] * 3}, "with times=None and fps=None"),
+        ({"frames": [data_url(ONE)] * 3, "times": [0]}, "3 frames and 1 times"),
+        ({"frames": [], "fps": 1}, "no list of 1 to 768"),
+        ({"frames": [data_url(ONE)] * 769, "fps": 1}, "at most 768 items"),
+        ({"frames": ["file:///etc/passwd"] * 2, "fps": 1}, "no files are read"),
+    ):
+        found = ask(server, user("a", {"type": "video", "video": video}))
+        assert found.status_code == 400
+        assert message in found.json()["error"]["message"]
+
+
+def test_one_question_about_many_images_and_many_about_one(server):
+    """With OpenAI's client and Anthropic's: nothing is encoded twice."""
+    shown = [image(8, 8, seed) for seed in range(30, 36)]
+    encoded_before = server.metric("images_encoded_total")
+    openai_parts = [part(data_url(each)) for each in shown]
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": encoded(each)} for each in shown
+    ]
+    anthropic_parts = [{"type": "image", "source": source} for source in sources]
+    question = {"type": "text", "text": "which of these is the odd one?"}
+    with server.client() as client:
+        first = client.chat.completions.create(
+            model="tiny", max_tokens=3, messages=user(*openai_parts, question["text"])
+        )
+    assert first.usage.prompt_tokens_details.image_tokens == 6 * 64
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": [*anthropic_parts, question]}]
+        same = client.messages.create(model="tiny", max_tokens=3, messages=messages)
+    assert same.usage.cache_read_input_tokens > 6 * 64
+    assert server.metric("images_encoded_total") == encoded_before + 6
+    with server.client() as client:
+        answers = [
+            client.chat.completions.create(
+                model="tiny", max_tokens=3, messages=user(openai_parts[0], f"question {number}")
+            )
+            for number in range(3)
+        ]
+    reused = [each.usage.prompt_tokens_details.images_reused for each in answers]
+    assert reused[1:] == [1, 1]
+    assert server.metric("images_encoded_total") == encoded_before + 6
 
 
 def test_metrics_count_images(server):

@@ -185,7 +185,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "milepost",
         "max_model_len": service.client.limits.max_model_len,
-        "input_modalities": ["text"] if info.images is None else ["text", "image"],
+        "input_modalities": ["text", *(() if info.images is None else info.images.modalities)],
         "max_request_bytes": service.config.max_request_bytes,
     }
 

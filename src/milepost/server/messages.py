@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.server.parsing import lark
-from milepost.server.parts import ImagePart, Message, TextPart, VideoPart
+from milepost.server.parts import FramesPart, ImagePart, Message, TextPart, VideoPart
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import INPUT, NamedToolChoice, Tool, ToolCall, as_function
 
@@ -53,8 +53,8 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     return [_part(part) for part in message.content]
 
 
-def _part(part: TextPart | ImagePart | VideoPart) -> dict[str, Any]:
-    if isinstance(part, ImagePart | VideoPart):
+def _part(part: TextPart | ImagePart | VideoPart | FramesPart) -> dict[str, Any]:
+    if isinstance(part, ImagePart | VideoPart | FramesPart):
         plain = part.plain
     else:
         plain = {"type": "text", "text": part.text if part.type == "text" else part.refusal}

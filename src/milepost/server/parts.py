@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from milepost.engine.media import MAX_FRAMES
 from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,
@@ -98,6 +99,31 @@ class VideoPart(MarkedPart):
         return {"type": "video_url", "video_url": url.url if isinstance(url, VideoUrl) else url}
 
 
+class VideoFrames(Body):
+    """Frames by their URLs, and their times in seconds, or how many a second they are."""
+
+    frames: Annotated[Many[str], Field(max_length=MAX_FRAMES)]
+    times: Annotated[Many[float], Field(max_length=MAX_FRAMES)] | None = None
+    fps: float | None = None
+
+
+class FramesPart(MarkedPart):
+    """A video as a list of its frames."""
+
+    type: Literal["video"]
+    video: VideoFrames
+    uuid: unread(str) = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as `engine.media` reads it."""
+        own = self.video
+        return {
+            "type": "video",
+            "video": {"frames": own.frames, "times": own.times, "fps": own.fps},
+        }
+
+
 class OtherPart(Body):
     """A part of any other type."""
 
@@ -107,7 +133,7 @@ class OtherPart(Body):
     @classmethod
     def _is_not_served(cls, value: str) -> str:
         raise ValueError(
-            f"{value[:32]!r} is not supported: only text, images and video_url are served"
+            f"{value[:32]!r} is not supported: only text, images and videos are served"
         )
 
 
@@ -125,7 +151,9 @@ class TextPart(MarkedPart):
         return self
 
 
-AnyPart: Any = tagged(TextPart, ImagePart, VideoPart, OtherPart, other=lambda _: OtherPart)
+AnyPart: Any = tagged(
+    TextPart, ImagePart, VideoPart, FramesPart, OtherPart, other=lambda _: OtherPart
+)
 
 
 class Message(Body):

@@ -58,6 +58,11 @@ class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None if the model takes no videos."""
 
     @property
+    def modalities(self) -> list[str]:
+        """Kinds of content that a prompt may hold besides text."""
+        return ["image", "video"] if self.video is not None and self.video.max_videos else ["image"]
+
+    @property
     def low_pixels(self) -> int:
         """Largest area of an image with `detail: low`."""
         return LOW_DETAIL_TOKENS * self.settings.unit**2
