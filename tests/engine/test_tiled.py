@@ -135,6 +135,6 @@ def test_without_a_tokenizer_images_are_refused(folder):
     prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": picture(*SMALL)}}
     with (
         LLM(folder, skip_tokenizer_init=True, **OPTIONS) as llm,
-        pytest.raises(InvalidRequestError, match="an image in tiles needs a tokenizer"),
+        pytest.raises(InvalidRequestError, match="an image of this model needs a tokenizer"),
     ):
         llm.generate(prompt, PARAMS)

@@ -7,6 +7,8 @@ from typing import TypeGuard
 
 from milepost.errors import ConfigError, UnsupportedModelError
 
+MAX_FRAMES = 768
+"""Largest number of frames of a video, as checkpoints are trained on."""
 _MOST_PIXELS = 2**26
 
 
@@ -54,7 +56,8 @@ class ImageSettings:
     """Whether a picture's tokens have rows and columns for rotary positions (M-RoPE); else they
     follow one another like text."""
     is_tiled: bool = False
-    """Whether pictures are prepared by `tiles`: bilinearly, with labels, and perhaps cut."""
+    """Whether pictures are prepared by `tiles`: as processors on torchvision do, with texts around
+    them, and perhaps cut."""
     tiling: ImageTiling | None = None
     keeps_overshoot: bool = False
     """Whether pictures are resized to floats, which may lie outside of a byte's values."""

@@ -15,11 +15,8 @@ from milepost.images import decoding
 from milepost.images.containers import VideoFile
 from milepost.images.headers import container_of
 from milepost.images.patches import PreparedImage, from_frames, resize
-from milepost.images.settings import FrameSampling, ImageSettings
+from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
 from milepost.images.sizes import resized
-
-MAX_FRAMES = 768
-"""Largest number of frames of a video, as checkpoints are trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from milepost.engine.media import MAX_FRAMES
+from milepost.images.settings import MAX_FRAMES
 from milepost.server.fields import (
     MAX_INT,
     MAX_PARTS,

@@ -14,12 +14,10 @@ from milepost.engine.media.filling import Media, check_media
 from milepost.engine.media.given import Given, images_in, images_of
 from milepost.engine.media.here import Embedded
 from milepost.engine.media.kept import KeptImages
-from milepost.engine.media.prepared import MAX_FRAMES
 from milepost.engine.media.preparing import Preparer
 from milepost.engine.media.urls import MediaRules
 
 __all__ = [
-    "MAX_FRAMES",
     "Embedded",
     "Given",
     "ImageFacts",

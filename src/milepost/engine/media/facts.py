@@ -28,7 +28,7 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TileFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How images in tiles enter the prompts of one model."""
+    """How images with texts around them, and perhaps in tiles, enter the prompts of one model."""
 
     start: str
     end: str
@@ -53,7 +53,7 @@ class ImageFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The text that a chat template writes for an image, or for a tile of one; empty without a
     tokenizer."""
     tiles: TileFacts | None = None
-    """None if the model reads images whole."""
+    """None if a chat template writes all texts of an image."""
     video: VideoFacts | None = None
     """None if the model takes no videos."""
 

@@ -106,7 +106,7 @@ def _with_texts(
         return {**prompt, "prompt": _in_text(prompt["prompt"], facts.text, texts)}
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if encode is None or not isinstance(tokens, list):
-        what = "a video" if isinstance(facts, VideoFacts) else "an image in tiles"
+        what = "a video" if isinstance(facts, VideoFacts) else "an image of this model"
         raise InvalidPromptError(
             f"{what} needs a tokenizer, and a prompt that is a text or a list of token ids"
         )

@@ -12,14 +12,11 @@ from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given
 from milepost.engine.media.urls import decoded, pieces_of
 from milepost.errors import InvalidPromptError
-from milepost.images.settings import FrameSampling, ImageSettings
+from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
 
 if TYPE_CHECKING:
     from milepost.images import PreparedImage
-
-MAX_FRAMES = 768
-"""Largest number of frames of a video that are given one by one."""
 
 
 class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepared"):
