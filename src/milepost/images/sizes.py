@@ -58,8 +58,8 @@ def resized_in_patches(
 ) -> tuple[int, int]:
     """Returns the height and width that Nemotron's processor resizes a picture to: multiples of
     `merge` patches of `side` pixels, by whole patches that cover the picture. `limits` are the
-    fewest patches and the most; where these are equal, fewer remain. Raises InvalidPromptError as
-    `resized` does."""
+    fewest patches and the most, which is never passed; where these are equal, fewer remain. Raises
+    InvalidPromptError as `resized` does."""
     _check_ratio(height, width)
     least, most = limits
     rows, columns = round(height / side + 0.5), round(width / side + 0.5)
@@ -70,6 +70,8 @@ def resized_in_patches(
         rows, columns = math.ceil(factor * rows), math.ceil(factor * columns)
     rows = _whole_tokens(rows, columns, merge, most)
     columns = _whole_tokens(columns, rows, merge, most)
+    while rows * columns > most and max(rows, columns) > merge:  # the limits are nearly equal
+        rows, columns = (rows - merge, columns) if rows > columns else (rows, columns - merge)
     return rows * side, columns * side
 
 
