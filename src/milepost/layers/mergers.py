@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels.layout.emit import values_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
@@ -81,7 +82,7 @@ class SquaredMerger(nn.Module):
         self.patch_norm = patch_norm
         norm, first, second = map(kind.under, names)
         # Its bits do not depend on the number of rows.
-        self.norm = RMSNorm(self._size, _MERGED_EPS, replace(norm, batch_invariant=True))
+        self.norm = RMSNorm(self._size, _MERGED_EPS, replace(norm, order=SumOrder.FIXED))
         inner = shapes.merger_size or self._size
         self.first = TowerLinear(first, inner, self._size, has_bias=False)
         self.second = TowerLinear(second, shapes.output_size, inner, has_bias=False)

@@ -49,8 +49,7 @@ class Engine:
         self.runner = parts.runner
         self.tokenizer: PreTrainedTokenizerBase | None = parts.tokenizer
         self.sampling_defaults = parts.sampling_defaults
-        self.facts, self.images = parts.facts, parts.images
-        self.limits = parts.limits
+        self.facts, self.images, self.limits = parts.facts, parts.images, parts.limits
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
         counts_are_kept = parts.runner.executor.keeps_counts
