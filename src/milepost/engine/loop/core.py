@@ -64,8 +64,7 @@ class Engine:
         self.pipeline = StepPipeline(
             config, parts, self._completions, self.off_device, self._latch, self._pixels
         )
-        self._is_stuck = False
-        self._is_closed = False
+        self._is_stuck = self._is_closed = False
 
     # --- what there is to do ----------------------------------------------------------------------
 
