@@ -100,7 +100,8 @@ def place_all(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
 
 def place_auto(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     """Keeps states at branch points, marks and the prompt's end, and sparse ones in a long prompt.
-    The cache declines sparse states that are worth less than what they would displace. The answer's
+    The cache declines sparse states that are worth less than what they would displace, and the one
+    at the prompt's end if a waiting request will resume from what it would displace. The answer's
     end needs no export. No state is inside a picture: a request that resumed there would encode the
     whole picture again, so the state is kept at the picture's end."""
     grid, last_token = facts.grid, facts.prompt_length - 1

@@ -136,8 +136,8 @@ def _gauge(name: str, value: float, **labels: str) -> Metric:
 
 
 TEXTS = {
-    "checkpoints_declined": "States inside long prompts that were not kept: they would save less "
-    "than what they displace.",
+    "checkpoints_declined": "States of prompts that were not kept: what they would displace saves "
+    "more.",
     "checkpoints_evicted": "Evicted states by cause: slots or pages were needed, the slot was "
     "taken over by the request that resumed from it, or the cache was reset.",
     "checkpoints_evicted_unused": "States that were evicted before any request resumed from them.",

@@ -100,7 +100,7 @@ class Running:
             elif not self._storage.has_room(0, 1):
                 self._stats.checkpoints_skipped += 1
                 continue
-            elif kind is Kind.SPARSE and not self._is_worth_a_slot(allocation, position):
+            elif not self._is_worth_a_slot(allocation, position, kind):
                 self._stats.checkpoints_declined += 1
                 continue
             else:
@@ -117,7 +117,13 @@ class Running:
             self._slots.unpin(allocation.slots_kept)
             allocation.slots_kept.clear()
 
-    def _is_worth_a_slot(self, allocation: Allocation, position: int) -> bool:
+    def _is_worth_a_slot(self, allocation: Allocation, position: int, kind: Kind) -> bool:
+        """Whether a state may displace another. One at the prompt's end may do so unless a waiting
+        request will resume from the other; a sparse one must be worth more."""
+        if kind is Kind.PROMPT_END:
+            return self._reclaimer.has_unawaited_slot()
+        if kind is not Kind.SPARSE:
+            return True
         above = max([allocation.deepest_state, *(export.position for export in allocation.exports)])
         return self._reclaimer.is_worth_a_slot(allocation.end, position, above)
 

@@ -118,6 +118,14 @@ class Reclaimer:
         (slot,) = self._slots.allocate(1)
         return slot
 
+    def has_unawaited_slot(self) -> bool:
+        """Whether a slot can be had without evicting what a waiting request will resume from."""
+        if self._slots.num_free:
+            return True
+        self.settle()
+        least = self.states.victim()
+        return least is not None and not least[0].reservations
+
     def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
         """Whether a state that nobody has asked for is worth more than the least valuable
         checkpoint. `position` is its own, `above` that of the state before it."""
