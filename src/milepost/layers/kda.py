@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from milepost.kernels import products, recurrent
+from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
 from milepost.kernels.recurrent import (
@@ -151,9 +151,8 @@ class KDA(nn.Module):
             )
             return KDAProjected(convolved, decays, gates)
         convolved, first, second = projected[:, : count + 2 * rank].split((count, rank, rank), -1)
-        forms = self.decay.form, self.gate.form
-        both = products.multiply_both((first, second), forms, launch_dependents=ctx.decodes)
-        return KDAProjected(convolved, *both)
+        gates = self.gate(second, launch_dependents=ctx.decodes)
+        return KDAProjected(convolved, self.decay(first), gates)
 
     def placements(self) -> WeightSlots:
         by_head = (-1,) if self.has_flat_rates else (1, 1, -1, 1)

@@ -93,11 +93,3 @@ def test_multiply_heads(is_transposed: bool) -> None:
     assert relative_error(gemv.multiply_heads(hidden, weight), expected) < 1e-6
     gated = gemv.multiply_heads(hidden, weight, gate)
     assert relative_error(gated, expected * gate.sigmoid()[..., None]) < 1e-6
-
-
-def test_multiply_pair() -> None:
-    hidden, weights = randn(1, 90).half(), (randn(75, 40).half(), randn(75, 40).half() + 1)
-    inputs = hidden[:, :40], hidden[:, 50:]
-    outputs = gemv.multiply_pair(inputs, weights)
-    for output, row, weight in zip(outputs, inputs, weights, strict=True):
-        assert relative_error(output, F.linear(row.float(), weight.float())) < 1e-3

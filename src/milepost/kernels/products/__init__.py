@@ -20,7 +20,6 @@ from torch import Tensor
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import (
     FEW,
-    Activations,
     Emit,
     Fp8Rows,
     Inputs,
@@ -54,7 +53,6 @@ __all__ = [
     "mix",
     "multiply",
     "multiply_beside",
-    "multiply_both",
     "multiply_heads",
     "norms_too",
     "reads",
@@ -161,23 +159,6 @@ def _define_any(values: Tensor, weight: Form, bias: Tensor | None, epilogue: Epi
         return F.linear(values, weight.values, bias)
     dtype = accumulation_dtype(values.dtype)
     return F.linear(cast(values, dtype), cast(weight.values, dtype))
-
-
-def multiply_both(
-    rows: tuple[Tensor, Tensor], weights: tuple[Form, Form], *, launch_dependents: bool
-) -> tuple[Inputs, Inputs]:
-    """Multiplies each of two inputs by its own weight, in one launch if a kernel serves both."""
-    first, second = weights
-    if isinstance(first, Raw) and isinstance(second, Raw) and runs_triton(rows[0]):
-        are_alike = first.values.shape == second.values.shape and rows[0].shape == rows[1].shape
-        given = Multiplication(Activations(values=rows[0]), first, epilogue=Epilogue.PAIR)
-        if are_alike and (choice := PRODUCTS.choose(given.product, given.chip)) is not None:
-            pair: tuple[Tensor, Tensor] = choice.kernel.run(rows, (first.values, second.values))
-            return pair
-    return (
-        multiply(rows[0], first),
-        multiply(rows[1], second, launch_dependents=launch_dependents),
-    )
 
 
 def multiply_heads(

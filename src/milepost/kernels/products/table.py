@@ -107,8 +107,6 @@ _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
     it.epilogue is not Epilogue.GATED or not (it.has_bias or it.weight.num_outputs % 2))
 _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
     it.weight.num_inputs <= _NORMED_INPUTS and it.weight.num_outputs <= _NORMED_OUTPUTS)
-_NARROW: Condition[Product] = (f"more than {row_tiles.FEW_INPUTS} inputs", lambda it, _:
-    it.weight.num_inputs <= row_tiles.FEW_INPUTS)
 _FREE: Condition[Product] = ("many rows have another order", lambda it, _:
     not it.is_whole or it.weight.order.is_fixed)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
@@ -147,8 +145,6 @@ _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 PRODUCTS: KernelTable[Product] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS, _HALVES,
         rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
-    row("raw gemv of two rows", "products.portable.gemv", _RAW, "lanes, tree", _NARROW,
-        _CONTIGUOUS, rows=_ONE, epilogues=(Epilogue.PAIR,), entry="multiply_pair"),
     row("raw gemv of heads", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
         rows=_ONE, epilogues=(Epilogue.HEADS,), entry="multiply_heads"),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,

@@ -81,8 +81,6 @@ class Epilogue(Enum):
     BESIDE = "beside"
     """The launch also multiplies the rows with a small raw weight, whose outputs stand after the
     others: [T, O + R]."""
-    PAIR = "pair"
-    """The launch also multiplies other rows with another weight of the same shape."""
     HEADS = "heads"
     """Each head's rows are multiplied with a weight of its own: [T, H, O]."""
     NORMED = "normed"

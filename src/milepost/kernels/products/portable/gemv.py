@@ -17,11 +17,10 @@ from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate, sigmoid
-from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
+from milepost.kernels.platform.tensors import cdiv, next_power_of_2
 from milepost.kernels.products.forms import Packed
 from milepost.kernels.products.portable import gemv_step
-from milepost.kernels.products.portable.gemv_step import multiply_raw
-from milepost.kernels.products.portable.row_tiles import NARROW, GemvTiles, cut_expert_gemv
+from milepost.kernels.products.portable.row_tiles import GemvTiles, cut_expert_gemv
 from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
@@ -122,43 +121,6 @@ def _gemv_kernel(
         b_o += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
     b_o = b_o.to(output.dtype.element_ty)
     tl.store(output + row.to(tl.int64) * output_stride + o_n, b_o, mask=is_column)
-
-
-def multiply_pair(
-    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Multiplies two rows [1, I] of few inputs, each by its weight [O, I]."""
-    check_rows(first=rows[0], second=rows[1])
-    (num_outputs, num_inputs), tiles = weights[0].shape, NARROW
-    outputs = rows[0].new_empty(2, 1, num_outputs)
-    _pair_kernel[(cdiv(num_outputs, tiles.block_n), 2)](
-        *rows,
-        *(WeightTensors(each) for each in weights),
-        outputs,
-        SHAPE=ProductShape(num_inputs, num_outputs, tiles.block_n, tiles.block_k),
-        num_warps=tiles.num_warps,
-        **OVERLAPPED,
-    )
-    return outputs[0], outputs[1]
-
-
-@quick
-@triton.jit
-def _pair_kernel(hidden, other_hidden, weight, other_weight, outputs, SHAPE: tl.constexpr):
-    launch_dependents()
-    # Either of two pointers is no pointer that AMD's compiler follows.
-    if tl.program_id(1) == 0:
-        _multiply_row(hidden, weight, outputs, SHAPE)
-    else:
-        _multiply_row(other_hidden, other_weight, outputs + SHAPE.outputs, SHAPE)
-
-
-@triton.jit
-def _multiply_row(hidden, weight, output, SHAPE: tl.constexpr):
-    """Makes the program's outputs of a row."""
-    o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
-    b_o, _ = multiply_raw(hidden, weight, 0, o_n % SHAPE.outputs, SHAPE, True)
-    tl.store(output + o_n, b_o.to(output.dtype.element_ty), mask=o_n < SHAPE.outputs)
 
 
 def multiply_heads(hidden: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:

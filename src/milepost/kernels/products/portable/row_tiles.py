@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from milepost.kernels.products.expert_table import Mixture
     from milepost.kernels.products.table import Product
 
-FEW_INPUTS = 128
+_NARROW_INPUTS = 128
 """Most inputs of a raw GEMV that narrow programs take in one step."""
 _MANY_OUTPUTS = 4096
 """Fewest outputs that programs with half as many threads read faster."""
@@ -35,7 +35,7 @@ class GemvTiles(NamedTuple):
         return {"block_n": self.block_n, "block_k": self.block_k, "is_ahead": self.is_ahead}
 
 
-NARROW = GemvTiles(block_n=32, block_k=FEW_INPUTS, num_warps=4)
+_NARROW = GemvTiles(block_n=32, block_k=_NARROW_INPUTS, num_warps=4)
 _GEMV_INPUTS = 2048
 """Most inputs of a step."""
 _SMALL, _SMALL_EXPERT = 1 << 24, 1024
@@ -67,8 +67,8 @@ def cut_gemv(product: Product, chip: Chip) -> GemvTiles:
     if product.epilogue is Epilogue.FLOAT32:
         block_n = 1 if weight.num_outputs <= FEW_OUTPUTS else 4
         return GemvTiles(block_n, 2048, num_warps=8)
-    if weight.num_inputs <= FEW_INPUTS:
-        return NARROW
+    if weight.num_inputs <= _NARROW_INPUTS:
+        return _NARROW
     if weight.num_inputs > 2048:
         return GemvTiles(2, 2048, num_warps=4)
     if weight.num_outputs >= _MANY_OUTPUTS:
