@@ -179,7 +179,6 @@ KERNELS: dict[str, Kernel] = {
         forms=FORMS, steps=ONE + FEW, without=_without("recurrent.hopper.delta_decode")
     ),
     "delta_states": Kernel(forms=FORMS, steps=MANY, without=_without("recurrent.hopper.chunk_h")),
-    "heads": Kernel(forms=FORMS, steps=ONE, without=lambda: PRODUCTS.without("raw gemv of heads")),
     "group_few": Kernel(
         forms=FORMS,
         steps=(*FEW, 512),

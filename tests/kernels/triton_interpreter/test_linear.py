@@ -83,13 +83,3 @@ def test_multiply_precise(num_tokens: int) -> None:
     output = output.sum(1) if output.dim() == 3 else output
     assert output.dtype == torch.float32
     assert relative_error(output, F.linear(hidden.float(), weight.float())) < 1e-5
-
-
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_multiply_heads(is_transposed: bool) -> None:
-    hidden, gate = randn(1, 3, 50)[..., :37], randn(1, 3)
-    weight = randn(3, 70, 37).mT if is_transposed else randn(3, 37, 70)
-    expected = torch.einsum("thi,hio->tho", hidden, weight)
-    assert relative_error(gemv.multiply_heads(hidden, weight), expected) < 1e-6
-    gated = gemv.multiply_heads(hidden, weight, gate)
-    assert relative_error(gated, expected * gate.sigmoid()[..., None]) < 1e-6

@@ -168,21 +168,9 @@ def multiply_heads(
     `gate` [T, H] if given. Returns [T, H, O], token by token in memory."""
     if order.is_fixed:
         made = in_blocks(lambda rows: _define_heads(rows, weight), hidden, size=_HEAD_ROWS)
-        return made if gate is None else norm.gate_heads(made.contiguous(), gate)
-    num_tokens, _, num_inputs = hidden.shape
-    if runs_triton(hidden):
-        matrix = Matrix(form=Raw, num_outputs=weight.shape[2], num_inputs=num_inputs)
-        product = Product(
-            weight=matrix,
-            num_rows=num_tokens,
-            epilogue=Epilogue.HEADS,
-            is_contiguous=hidden.stride(2) == 1 and hidden.element_size() == 2,
-        )
-        if (choice := PRODUCTS.choose(product, probe(hidden.device))) is not None:
-            output: Tensor = choice.kernel.run(hidden, weight, gate)
-            return output
-    made = _define_heads(hidden, weight)
-    return made if gate is None else norm.gate_heads(made, gate)
+    else:
+        made = _define_heads(hidden, weight)
+    return made if gate is None else norm.gate_heads(made.contiguous(), gate)
 
 
 def _define_heads(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -145,8 +145,6 @@ _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 PRODUCTS: KernelTable[Product] = KernelTable(
     row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS, _HALVES,
         rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
-    row("raw gemv of heads", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS,
-        rows=_ONE, epilogues=(Epilogue.HEADS,), entry="multiply_heads"),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,

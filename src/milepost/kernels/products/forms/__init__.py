@@ -1,7 +1,7 @@
 """Forms of weights: raw ones here, FP8, int8 and four bits in `quantised`; `Matrix`, by which the
 tables choose a kernel for a weight of any form; and `Epilogue`.
 
-Legend: O outputs, I inputs, R raw outputs, T tokens, H heads; any leading dimensions (experts).
+Legend: O outputs, I inputs, R raw outputs, T tokens; any leading dimensions (experts).
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ class Epilogue(Enum):
     BESIDE = "beside"
     """The launch also multiplies the rows with a small raw weight, whose outputs stand after the
     others: [T, O + R]."""
-    HEADS = "heads"
-    """Each head's rows are multiplied with a weight of its own: [T, H, O]."""
     NORMED = "normed"
     """The launch also norms the row before it multiplies it."""
 

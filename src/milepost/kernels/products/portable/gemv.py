@@ -2,11 +2,10 @@
 rows of the weight and multiplies as it goes.
 
 Experts of few tokens are multiplied in this way too: hardly two tokens share an expert, so every
-routed token reads its expert's matrices by itself, and nothing has to be grouped first. Raw
-products of one token come several in a launch: of two rows, and of heads.
+routed token reads its expert's matrices by itself, and nothing has to be grouped first.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, H hidden size, I inputs or an
-expert's size, O outputs. Where heads are multiplied, H are these.
+expert's size, O outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import activate, sigmoid
-from milepost.kernels.platform.tensors import cdiv, next_power_of_2
+from milepost.kernels.platform.numerics import activate
+from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms import Packed
 from milepost.kernels.products.portable import gemv_step
 from milepost.kernels.products.portable.row_tiles import GemvTiles, cut_expert_gemv
@@ -121,59 +120,3 @@ def _gemv_kernel(
         b_o += tl.load(bias + o_n, mask=is_column, other=0.0).to(tl.float32)
     b_o = b_o.to(output.dtype.element_ty)
     tl.store(output + row.to(tl.int64) * output_stride + o_n, b_o, mask=is_column)
-
-
-def multiply_heads(hidden: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Multiplies `hidden` [1, H, I] by `weight` [H, I, O], head by head, and by the sigmoid of
-    `gate` [1, H] if there is one: [1, H, O]. Heads of `hidden` may lie apart; `weight` may be
-    transposed in memory."""
-    _, num_heads, num_inputs = hidden.shape
-    num_outputs = weight.shape[2]
-    block_n = max(1, 16384 // next_power_of_2(num_inputs))
-    output = hidden.new_empty(1, num_heads, num_outputs)
-    _heads_kernel[(cdiv(num_outputs, block_n), num_heads)](
-        hidden,
-        weight,
-        gate,
-        output,
-        hidden.stride(1),
-        *weight.stride(),
-        INPUTS=num_inputs,
-        OUTPUTS=num_outputs,
-        BLOCK_N=block_n,
-        BLOCK_K=next_power_of_2(num_inputs),
-        num_warps=8,
-        **OVERLAPPED,
-    )
-    return output
-
-
-@quick
-@triton.jit
-def _heads_kernel(
-    hidden,
-    weight,
-    gate,
-    output,
-    hidden_stride,
-    head_stride,
-    input_stride,
-    output_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Computes BLOCK_N outputs of a head."""
-    launch_dependents()
-    head = tl.program_id(1)
-    o_n, o_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    is_output, is_input = o_n < OUTPUTS, o_k < INPUTS
-    at = head * head_stride + o_k[:, None] * input_stride + o_n[None, :] * output_stride
-    b_w = tl.load(weight + at, is_input[:, None] & is_output[None, :], 0.0)
-    wait_for_inputs()
-    b_x = tl.load(hidden + head * hidden_stride + o_k, is_input, 0.0)
-    b_o = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[:, None], 0)
-    if gate is not None:
-        b_o *= sigmoid(tl.load(gate + head))
-    tl.store(output + head * OUTPUTS + o_n, b_o.to(output.dtype.element_ty), is_output)
