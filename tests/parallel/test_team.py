@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -89,15 +91,25 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
     asyncio.run(run())
 
 
-def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it():
+def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it(tmp_path):
     """On GPUs the ranks also hold memory and torch's only process group, so that an engine that is
-    opened afterwards in the same process would find neither."""
-    with LLM(tensor_parallel_size=2, **SMALL) as llm:
-        pids = llm.llm_engine._team.pids
+    opened afterwards in the same process would find neither. The runner goes first, since NCCL ends
+    only once no CUDA graph holds its operations."""
+    runners = []
+
+    def note_runner() -> None:
+        gc.collect()
+        runners.append(runner())
+
+    with LLM(tensor_parallel_size=2, cache_dir=str(tmp_path), **SMALL) as llm:
+        runner, team = weakref.ref(llm.llm_engine.runner), llm.llm_engine._team
+        team.closing.append(note_runner)
+        pids = team.pids
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
         assert not any(map(is_gone, pids))
     assert len(pids) == 1
     assert all(map(is_gone, pids))
+    assert runners == [None]
 
 
 def test_nobody_outside_the_machine_reaches_where_ranks_meet():

@@ -11,6 +11,7 @@ ranks' values, and each rank adds them up in rank order, as the kernels do.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import permutations
@@ -29,6 +30,7 @@ from milepost.kernels.platform.tables import SumOrder
 
 logger = logging.getLogger(__name__)
 
+_ABORT_S = 5.0
 _TIMEOUT_S = 1800.0
 
 CanAccess = Callable[[int, int], bool]
@@ -157,9 +159,17 @@ class GpuLink:
         self.close()
 
     def close(self) -> None:
-        """Aborts the process group, whatever the other ranks are doing."""
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        """Aborts the process group, whatever the other ranks are doing. NCCL waits until no CUDA
+        graph holds its operations any more; if some do for long, the group is left as it is."""
+        if not dist.is_initialized():
+            return
+        abort = threading.Thread(
+            target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True
+        )
+        abort.start()
+        abort.join(_ABORT_S)
+        if abort.is_alive():
+            logger.warning("NCCL has not ended within %g seconds, and is left as it is", _ABORT_S)
 
     def _open_group(self) -> None:
         if dist.is_initialized():
