@@ -191,6 +191,32 @@ def test_questions_about_tokens_are_answered_a_few_between_steps(monkeypatch):
     assert [answer for _, answer in told] == [Gone()] * 5
 
 
+def test_questions_beyond_what_may_wait_are_refused_at_once(monkeypatch):
+    """However many there are, they take a bounded memory: their salts count too."""
+    monkeypatch.setattr(finds, "MOST_WAITING_TOKENS", 100)
+    cache, told = Cache(num_pages=4, num_slots=2, page_size=64), []
+    tell = lambda asked, _: told.append(asked.number)  # noqa: E731
+    waiting = OpenFinds(cache, Mock(grant=lambda *_: None), tell, Mock())
+    questions = [
+        Asked(b"who", number, Find(tokens=bytes(4 * num), salt=salt, least=0))
+        for number, num, salt in (
+            (b"1", 60, ""),
+            (b"2", 41, ""),
+            (b"3", 1, "s" * 160),
+            (b"4", 40, ""),
+            (b"5", 0, ""),
+            (b"6", 100, ""),
+        )
+    ]
+    for question in questions[:5]:
+        waiting.add(question)
+    assert told == [b"2", b"3", b"5"]
+    waiting.answer()
+    waiting.add(questions[5])
+    waiting.answer()
+    assert told == [b"2", b"3", b"5", b"1", b"4", b"6"]
+
+
 def test_who_is_refused_is_named(asking, caplog):
     asking.sockets.append(asking.connected())
     asking.say(msgspec.structs.replace(asking.lender.hello, version=1), asking.sockets[-1])
