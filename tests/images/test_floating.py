@@ -58,7 +58,9 @@ def reference(name):
 @settings(deadline=None)
 @given(st.integers(16, 4000), st.integers(16, 4000), st.sampled_from(LIMITS))
 def test_sizes_are_those_of_transformers_processor(height, width, limits):
-    assume(max(height, width) <= 200 * min(height, width))
+    # With few patches, the reference passes the limit of long pictures or divides by zero.
+    most = 200 if limits in LIMITS[:2] else 20
+    assume(max(height, width) <= most * min(height, width))
     rows, columns = reference("get_patch_grid_size")(height, width, 16, 2, *limits)
     own = resized_in_patches(height, width, 16, 2, limits)
     if rows * columns <= limits[1]:
