@@ -41,20 +41,20 @@ class GridBlockShapes:
     eps: float
 
 
-def _norm(size: int, eps: float, kind: ModuleScope) -> RMSNorm:
+def _norm(size: int, eps: float, scope: ModuleScope) -> RMSNorm:
     """Returns a norm whose bits do not depend on the number of rows."""
-    return RMSNorm(size, eps, replace(kind, order=SumOrder.FIXED))
+    return RMSNorm(size, eps, replace(scope, order=SumOrder.FIXED))
 
 
 class NormedEmbedding(nn.Module):
     """The projection of a patch's values, and a norm."""
 
-    def __init__(self, shapes: TowerShapes, eps: float, kind: ModuleScope) -> None:
+    def __init__(self, shapes: TowerShapes, eps: float, scope: ModuleScope) -> None:
         super().__init__()
         size = shapes.hidden_size
-        path = kind.under("patchifier")
+        path = scope.under("patchifier")
         self.projection = TowerLinear(path, size, shapes.num_inputs, has_bias=False)
-        self.norm = _norm(size, eps, kind.under("embedding_norm"))
+        self.norm = _norm(size, eps, scope.under("embedding_norm"))
 
     def forward(self, values: Tensor, *, is_fixed: bool) -> Tensor:
         """Embeds the values [P, inputs] of patches."""
@@ -69,20 +69,20 @@ class GridBlock(nn.Module):
         shapes: TowerShapes,
         own: GridBlockShapes,
         mixer: Literal["conv", "full_attention"],
-        kind: ModuleScope,
+        scope: ModuleScope,
     ) -> None:
         super().__init__()
         size, inner = shapes.hidden_size, shapes.feed_forward_size
-        self.norm1 = _norm(size, own.eps, kind.under("operator_norm"))
-        self.norm2 = _norm(size, own.eps, kind.under("ffn_norm"))
+        self.norm1 = _norm(size, own.eps, scope.under("operator_norm"))
+        self.norm2 = _norm(size, own.eps, scope.under("ffn_norm"))
         self.mixer: GridConv | GridAttention = (
-            GridConv(shapes, own.conv_width, kind.under("conv"))
+            GridConv(shapes, own.conv_width, scope.under("conv"))
             if mixer == "conv"
-            else GridAttention(shapes, own, kind.under("self_attn"))
+            else GridAttention(shapes, own, scope.under("self_attn"))
         )
-        up = [kind.under("feed_forward.w1"), kind.under("feed_forward.w3")]
+        up = [scope.under("feed_forward.w1"), scope.under("feed_forward.w3")]
         self.up = TowerLinear(up, 2 * inner, size, has_bias=False)
-        down = kind.under("feed_forward.w2")
+        down = scope.under("feed_forward.w2")
         self.down = TowerLinear(down, size, inner, has_bias=False)
 
     def advance(self, run: TowerRun) -> None:
@@ -104,14 +104,14 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
 class GridConv(nn.Module):
     """A depthwise convolution over the patches of each frame, between two gates."""
 
-    def __init__(self, shapes: TowerShapes, width: int, kind: ModuleScope) -> None:
+    def __init__(self, shapes: TowerShapes, width: int, scope: ModuleScope) -> None:
         super().__init__()
         size = shapes.hidden_size
         self._merge_size, self._width = shapes.merge_size, width
-        self.kind = kind
-        self.inputs = TowerLinear(kind.under("in_proj"), 3 * size, size, has_bias=False)
-        self.weight = kind.empty(size, 1, width, width)
-        self.out = TowerLinear(kind.under("out_proj"), size, size, has_bias=False)
+        self.scope = scope
+        self.inputs = TowerLinear(scope.under("in_proj"), 3 * size, size, has_bias=False)
+        self.weight = scope.empty(size, 1, width, width)
+        self.out = TowerLinear(scope.under("out_proj"), size, size, has_bias=False)
 
     def forward(self, rows: Tensor, layout: TowerLayout) -> Tensor:
         """Mixes the patches [P, D] of each picture."""
@@ -134,7 +134,7 @@ class GridConv(nn.Module):
         return frames.permute(0, 2, 4, 3, 5, 1).reshape(rows.shape)
 
     def placements(self) -> WeightSlots:
-        return {self.kind.full("spatial_conv.weight"): place_whole(self.weight)}
+        return {self.scope.full("spatial_conv.weight"): place_whole(self.weight)}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         fill_matrix(self.weight.view(len(self.weight), -1), spread, generator)
@@ -144,16 +144,16 @@ class GridAttention(nn.Module):
     """Attention among all patches of a frame. Several heads share keys and values; heads of queries
     and keys are normed before they are turned."""
 
-    def __init__(self, shapes: TowerShapes, own: GridBlockShapes, kind: ModuleScope) -> None:
+    def __init__(self, shapes: TowerShapes, own: GridBlockShapes, scope: ModuleScope) -> None:
         super().__init__()
         size, dim = shapes.hidden_size, shapes.head_dim
         self._num_heads, self._num_kv_heads = shapes.num_heads, own.num_kv_heads
-        self.queries = TowerLinear(kind.under("q_proj"), size, size, has_bias=False)
-        shared = [kind.under("k_proj"), kind.under("v_proj")]
+        self.queries = TowerLinear(scope.under("q_proj"), size, size, has_bias=False)
+        shared = [scope.under("k_proj"), scope.under("v_proj")]
         self.shared = TowerLinear(shared, 2 * own.num_kv_heads * dim, size, has_bias=False)
-        self.query_norm = _norm(dim, own.eps, kind.under("q_layernorm"))
-        self.key_norm = _norm(dim, own.eps, kind.under("k_layernorm"))
-        self.out = TowerLinear(kind.under("out_proj"), size, size, has_bias=False)
+        self.query_norm = _norm(dim, own.eps, scope.under("q_layernorm"))
+        self.key_norm = _norm(dim, own.eps, scope.under("k_layernorm"))
+        self.out = TowerLinear(scope.under("out_proj"), size, size, has_bias=False)
 
     def forward(self, rows: Tensor, layout: TowerLayout) -> Tensor:
         """Mixes the patches [P, D] of each frame."""

@@ -42,12 +42,12 @@ class Merger(nn.Module):
     the merged patches."""
 
     def __init__(
-        self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope, own: ModuleScope
+        self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope, own: ModuleScope
     ) -> None:
         super().__init__()
         self._size = shapes.hidden_size * shapes.merge_size**2
         inner = shapes.merger_size or self._size
-        self.norm = LayerNorm(shapes.hidden_size, shapes.eps, kind.under(names.norm))
+        self.norm = LayerNorm(shapes.hidden_size, shapes.eps, scope.under(names.norm))
         self.merged_norm = None
         if names.merged_norm is not None:
             self.merged_norm = LayerNorm(self._size, _MERGED_EPS, own.under(names.merged_norm))
@@ -74,13 +74,13 @@ class SquaredMerger(nn.Module):
         self,
         shapes: TowerShapes,
         names: tuple[str, str, str],
-        kind: ModuleScope,
+        scope: ModuleScope,
         patch_norm: LayerNorm | None,
     ) -> None:
         super().__init__()
         self._size = shapes.hidden_size * shapes.merge_size**2
         self.patch_norm = patch_norm
-        norm, first, second = map(kind.under, names)
+        norm, first, second = map(scope.under, names)
         # Its bits do not depend on the number of rows.
         self.norm = RMSNorm(self._size, _MERGED_EPS, replace(norm, order=SumOrder.FIXED))
         inner = shapes.merger_size or self._size

@@ -56,33 +56,33 @@ class TowerModules(NamedTuple):
 
 
 class Tower(nn.Module):
-    """A vision tower with its tensors under `kind.path`, but for those of a merger at another path,
-    `merger_kind`'s. `modules` are its layers if they are no transformer's."""
+    """A vision tower with its tensors under `scope.path`, but for those of a merger under
+    `merger_scope.path`. `modules` are its layers if they are no transformer's."""
 
     def __init__(
         self,
         shapes: TowerShapes,
-        kind: ModuleScope,
+        scope: ModuleScope,
         names: TowerNames | None = None,
-        merger_kind: ModuleScope | None = None,
+        merger_scope: ModuleScope | None = None,
         modules: TowerModules | None = None,
     ) -> None:
         super().__init__()
         names = names or TowerNames()
-        self.shapes, self.kind, self._names = shapes, kind, names
-        modules = modules or _transformer(shapes, names, kind, merger_kind or kind)
+        self.shapes, self.scope, self._names = shapes, scope, names
+        modules = modules or _transformer(shapes, names, scope, merger_scope or scope)
         self.embedding, self.blocks, self.merger = modules
         self.positions = None
         if shapes.num_positions:
-            self.positions = kind.empty(shapes.num_positions, shapes.hidden_size)
+            self.positions = scope.empty(shapes.num_positions, shapes.hidden_size)
         self.prefix = None
         if shapes.num_prefix:
             assert shapes.theta is None, "the prefix has no place to turn by"
-            self.prefix = kind.empty(shapes.num_prefix, shapes.hidden_size)
+            self.prefix = scope.empty(shapes.num_prefix, shapes.hidden_size)
         exponents = torch.arange(0, shapes.head_dim // 2, 2, dtype=torch.float32)
         frequencies = 1.0 / (shapes.theta or 1.0) ** (exponents / (shapes.head_dim // 2))
         # Angles of zero turn nothing.
-        self._frequencies = (frequencies * (shapes.theta is not None)).to(kind.device)
+        self._frequencies = (frequencies * (shapes.theta is not None)).to(scope.device)
 
     @torch.inference_mode()
     def forward(
@@ -201,9 +201,9 @@ class Tower(nn.Module):
         own = {}
         if self.positions is not None:
             table = self.positions[None] if self._names.has_batch else self.positions
-            own[self.kind.full(self._names.positions)] = place_whole(table)
+            own[self.scope.full(self._names.positions)] = place_whole(table)
         if self.prefix is not None:
-            own[self.kind.full(self._names.prefix)] = place_whole(self.prefix)
+            own[self.scope.full(self._names.prefix)] = place_whole(self.prefix)
         return own
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
@@ -213,15 +213,15 @@ class Tower(nn.Module):
 
 
 def _transformer(
-    shapes: TowerShapes, names: TowerNames, kind: ModuleScope, merger_kind: ModuleScope
+    shapes: TowerShapes, names: TowerNames, scope: ModuleScope, merger_scope: ModuleScope
 ) -> TowerModules:
     """Returns the layers of a tower whose blocks all attend."""
     blocks = (
-        TowerBlock(shapes, names, kind.under(names.block.format(index=index)))
+        TowerBlock(shapes, names, scope.under(names.block.format(index=index)))
         for index in range(shapes.depth)
     )
     return TowerModules(
-        embedding=PatchEmbedding(shapes, names, kind),
+        embedding=PatchEmbedding(shapes, names, scope),
         blocks=nn.ModuleList(blocks),
-        merger=Merger(shapes, names, kind, merger_kind),
+        merger=Merger(shapes, names, scope, merger_scope),
     )

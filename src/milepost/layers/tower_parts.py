@@ -160,16 +160,16 @@ def by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made
 class TowerLinear(nn.Module):
     """A projection, with a bias or without. `shape` is that of the checkpoint's weight, whose
     dimensions after the first are the inputs; or of several with equal parts of the outputs, at the
-    paths of `kinds`."""
+    paths of `scopes`."""
 
     def __init__(
-        self, kinds: ModuleScope | Sequence[ModuleScope], *shape: int, has_bias: bool = True
+        self, scopes: ModuleScope | Sequence[ModuleScope], *shape: int, has_bias: bool = True
     ) -> None:
         super().__init__()
-        self._kinds = [kinds] if isinstance(kinds, ModuleScope) else kinds
-        self.kind, self._shape = kind, shape = self._kinds[0], shape
-        self.weight = kind.empty(shape[0], torch.Size(shape[1:]).numel())
-        self.bias = kind.empty(shape[0]) if has_bias else None
+        self._scopes = [scopes] if isinstance(scopes, ModuleScope) else scopes
+        self.scope, self._shape = scope, shape = self._scopes[0], shape
+        self.weight = scope.empty(shape[0], torch.Size(shape[1:]).numel())
+        self.bias = scope.empty(shape[0]) if has_bias else None
 
     def forward(self, rows: Tensor, *, is_fixed: bool) -> Tensor:
         """Multiplies `rows` [P, I]; see `TowerLayout.is_fixed`."""
@@ -188,14 +188,14 @@ class TowerLinear(nn.Module):
         return by_rows(gelu, self(rows, is_fixed=is_fixed), is_fixed=is_fixed)
 
     def placements(self) -> WeightSlots:
-        count = len(self._kinds)
+        count = len(self._scopes)
         own = {"weight": self.weight.view(self._shape)}
         if self.bias is not None:
             own["bias"] = self.bias
         return {
-            kind.full(name): place_whole(values)
+            scope.full(name): place_whole(values)
             for name, whole in own.items()
-            for kind, values in zip(self._kinds, whole.chunk(count), strict=True)
+            for scope, values in zip(self._scopes, whole.chunk(count), strict=True)
         }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
@@ -208,11 +208,11 @@ class TowerLinear(nn.Module):
 class PatchEmbedding(TowerLinear):
     """The projection of a patch's values; its inputs are channels, frames and places."""
 
-    def __init__(self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope) -> None:
+    def __init__(self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope) -> None:
         self._has_channels_last = names.has_channels_last
         side = shapes.patch_size
         patch = (shapes.num_channels, shapes.num_frames, side, side)
-        super().__init__(kind.under(names.embedding), shapes.hidden_size, *patch)
+        super().__init__(scope.under(names.embedding), shapes.hidden_size, *patch)
 
     def placements(self) -> WeightSlots:
         own = super().placements()
@@ -224,17 +224,17 @@ class PatchEmbedding(TowerLinear):
                 last = values.view(outputs, frames, rows, columns, channels)
                 whole.copy_(last.permute(0, 4, 1, 2, 3))
 
-            own[self.kind.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
+            own[self.scope.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
         return own
 
 
 class LayerNorm(nn.Module):
     """A norm over D with mean and deviation, a weight and a bias."""
 
-    def __init__(self, size: int, eps: float, kind: ModuleScope) -> None:
+    def __init__(self, size: int, eps: float, scope: ModuleScope) -> None:
         super().__init__()
-        self.kind, self._eps = kind, eps
-        self.weight, self.bias = kind.empty(size), kind.empty(size)
+        self.scope, self._eps = scope, eps
+        self.weight, self.bias = scope.empty(size), scope.empty(size)
 
     def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds a layer's output to the residual stream [P, D]; returns the sum and its norm."""
@@ -242,7 +242,7 @@ class LayerNorm(nn.Module):
 
     def placements(self) -> WeightSlots:
         own = {"weight": self.weight, "bias": self.bias}
-        return {self.kind.full(name): place_whole(values) for name, values in own.items()}
+        return {self.scope.full(name): place_whole(values) for name, values in own.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         """Sets the weight to 1 and the bias to 0."""
@@ -253,16 +253,16 @@ class LayerNorm(nn.Module):
 class TowerBlock(nn.Module):
     """Attention among all patches of a frame, then a feed-forward, each after a norm."""
 
-    def __init__(self, shapes: TowerShapes, names: TowerNames, kind: ModuleScope) -> None:
+    def __init__(self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope) -> None:
         super().__init__()
         size, inner = shapes.hidden_size, shapes.feed_forward_size
         self._num_heads, self._gelu = shapes.num_heads, shapes.gelu
-        first, second = map(kind.under, names.norms)
+        first, second = map(scope.under, names.norms)
         self.norm1 = LayerNorm(size, shapes.eps, first)
         self.norm2 = LayerNorm(size, shapes.eps, second)
-        self.qkv = TowerLinear(list(map(kind.under, names.qkv)), 3 * size, size)
-        self.proj = TowerLinear(kind.under(names.out), size, size)
-        up, down = map(kind.under, names.feed_forward)
+        self.qkv = TowerLinear(list(map(scope.under, names.qkv)), 3 * size, size)
+        self.proj = TowerLinear(scope.under(names.out), size, size)
+        up, down = map(scope.under, names.feed_forward)
         self.up = TowerLinear(up, inner, size)
         self.down = TowerLinear(down, size, inner)
 

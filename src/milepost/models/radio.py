@@ -54,27 +54,27 @@ _PROJECTORS = (
 _FINAL_NORM = "vision_final_layernorm"
 
 
-def radio_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of a whole configuration. Raises UnsupportedModelError, naming the
     setting."""
-    shapes, root = _shapes(whole), kind.root()
-    names = _CONVERTED if kind.has(f"{_CONVERTED.embedding}.weight") else _PUBLISHED
+    shapes, root = _shapes(whole), scope.root()
+    names = _CONVERTED if scope.has(f"{_CONVERTED.embedding}.weight") else _PUBLISHED
     path, projector = _PROJECTORS[root.has(f"{_PROJECTORS[1][0]}.linear_1.weight")]
     norm = None
     if getattr(whole.get_text_config(), "num_nextn_predict_layers", 0):
         stored = root.has(f"{_FINAL_NORM}.weight")
         own = LayerNorm if stored else PlainNorm
         norm = own(shapes.hidden_size, shapes.eps, root.under(_FINAL_NORM))
-    blocks = [kind.under(names.block.format(index=index)) for index in range(shapes.depth)]
+    blocks = [scope.under(names.block.format(index=index)) for index in range(shapes.depth)]
     embedding = TowerLinear(
-        kind.under(names.embedding), shapes.hidden_size, shapes.num_inputs, has_bias=False
+        scope.under(names.embedding), shapes.hidden_size, shapes.num_inputs, has_bias=False
     )
     modules = TowerModules(
         embedding=embedding,
         blocks=nn.ModuleList(TowerBlock(shapes, names, each) for each in blocks),
         merger=SquaredMerger(shapes, projector, root.under(path), norm),
     )
-    tower = Tower(shapes, kind, names, modules=modules)
+    tower = Tower(shapes, scope, names, modules=modules)
     tower.add_module("scales", UnitScales(shapes.hidden_size, blocks))
     return tower
 
@@ -123,8 +123,8 @@ def _shapes(whole: PreTrainedConfig) -> TowerShapes:
 class PlainNorm(LayerNorm):
     """A norm without a weight and a bias, which checkpoints do not hold."""
 
-    def __init__(self, size: int, eps: float, kind: ModuleScope) -> None:
-        super().__init__(size, eps, kind)
+    def __init__(self, size: int, eps: float, scope: ModuleScope) -> None:
+        super().__init__(size, eps, scope)
         self.weight.fill_(1)
         self.bias.zero_()
 

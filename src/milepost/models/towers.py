@@ -32,7 +32,7 @@ _MOST: dict[str, int] = {
 """Setting -> largest value; the smallest is 1."""
 
 
-def qwen_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+def qwen_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of Qwen3.5 and its successors: Qwen3-VL's without the embeddings that this
     one adds to deep layers. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
@@ -63,7 +63,7 @@ def qwen_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         num_positions=count,
         theta=_theta(config),
     )
-    return Tower(shapes, kind)
+    return Tower(shapes, scope)
 
 
 _PROJECTOR = "multi_modal_projector"
@@ -93,7 +93,7 @@ _SIGLIP_PATHS = tuple(
 )
 
 
-def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+def siglip_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of LFM2-VL and LFM2.5-VL: SigLIP2 for pictures of any shape (NaFlex), and a
     projector that merges its patches. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
@@ -133,10 +133,10 @@ def siglip_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         merger_size=merger_size,
         table_fit="averaged",
     )
-    root = kind.root()
+    root = scope.root()
     norm = f"{_SIGLIP_NAMES.norm}.weight"
     path = next(
-        (each for each in _SIGLIP_PATHS if f"{each}.{norm}" in kind.names), _SIGLIP_PATHS[0]
+        (each for each in _SIGLIP_PATHS if f"{each}.{norm}" in scope.names), _SIGLIP_PATHS[0]
     )
     projector = f"{path.partition('vision_tower')[0]}{_PROJECTOR}"
     merged_norm = "layer_norm" if whole.projector_use_layernorm else None
@@ -160,7 +160,7 @@ _GRID_NAMES = TowerNames(norm="layer_norm", merger=("linear_1", "linear_2"))
 _MIXERS = ("conv", "full_attention")
 
 
-def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
+def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of LFM3-VL, whose blocks convolve a picture over its grid or attend, and its
     projector. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
@@ -196,9 +196,9 @@ def lfm3_tower(whole: PreTrainedConfig, kind: ModuleScope) -> Tower:
         num_attending=sum(each != "conv" for each in mixers),
     )
     own = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
-    root = kind.root()
+    root = scope.root()
     paths = [f"{outer}vision_tower" for outer in ("model.", "")]
-    found = (path for path in paths if f"{path}.embedding_norm.weight" in kind.names)
+    found = (path for path in paths if f"{path}.embedding_norm.weight" in scope.names)
     path = next(found, paths[0])
     outer = path.removesuffix("vision_tower")
     tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
@@ -225,8 +225,8 @@ def size_of(config: PreTrainedConfig, name: str, most: int) -> int:
 
 def _theta(config: PreTrainedConfig) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
-    kind, theta = parameters.get("rope_type", "axial"), parameters.get("rope_theta", _THETA)
-    refuse(config, "rope_parameters", kind not in ("axial", "default"), "of rope_type axial")
+    rope_type, theta = parameters.get("rope_type", "axial"), parameters.get("rope_theta", _THETA)
+    refuse(config, "rope_parameters", rope_type not in ("axial", "default"), "of rope_type axial")
     is_fit = isinstance(theta, int | float) and not isinstance(theta, bool) and 1 <= theta < 1e30
     refuse(config, "rope_parameters", not is_fit, "with a rope_theta of 1 or more")
     return float(theta)

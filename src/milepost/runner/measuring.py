@@ -107,7 +107,7 @@ def measure_tower(
 ) -> TowerBytes:
     """Measures a vision tower's memory. Compiles its kernels, with `joins` also those for several
     pictures, and with `captures` those of the largest graph."""
-    shapes, device = tower.shapes, tower.kind.device
+    shapes, device = tower.shapes, tower.scope.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
     rows = torch.zeros(prod(grid), shapes.frame_bytes, dtype=torch.uint8, device=device)
@@ -124,7 +124,7 @@ def measure_tower(
 
 def _measure_graphs(tower: Tower) -> int:
     kind = largest_kind(tower)
-    layout, device = tower.lay_out(kind.grids), tower.kind.device
+    layout, device = tower.lay_out(kind.grids), tower.scope.device
     rows = torch.zeros(kind.num_patches, kind.row_bytes, dtype=torch.uint8, device=device)
     return graph_bytes(tower, _measure_run(tower, rows, layout).peak, layout)
 
@@ -138,7 +138,7 @@ class _RunBytes(NamedTuple):
 def _measure_run(tower: Tower, rows: Tensor, layout: TowerLayout) -> _RunBytes:
     """Measures a block of each kind and the layers around the blocks, since each block reuses the
     memory of the one before."""
-    device, dtype = rows.device, tower.kind.dtype
+    device, dtype = rows.device, tower.scope.dtype
     table = torch.zeros(tower.shapes.num_channels, 256, dtype=dtype, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

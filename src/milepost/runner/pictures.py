@@ -53,7 +53,7 @@ class EncodedPictures:
         self._tower = tower
         self.joins = joins
         """Whether small pictures of a step are encoded in one run of the tower."""
-        self._device, dtype = tower.kind.device, tower.kind.dtype
+        self._device, dtype = tower.scope.device, tower.scope.dtype
         self._table = torch.from_numpy(normalisation(settings)).to(self._device, dtype)
         self._pixels: dict[bytes, PicturePixels] = {}
         self._embeddings: dict[bytes, Tensor] = {}

@@ -248,6 +248,6 @@ def graph_bytes(tower: Tower, run_bytes: int, layout: TowerLayout) -> int:
     runs of other sizes, and some more for libraries."""
     shapes = tower.shapes
     num_tokens = MOST_GRAPH_PATCHES // shapes.merge_size**2
-    embeddings = num_tokens * shapes.output_size * tower.kind.dtype.itemsize
+    embeddings = num_tokens * shapes.output_size * tower.scope.dtype.itemsize
     buffers = MOST_GRAPH_PATCHES * shapes.num_frames * shapes.frame_bytes + embeddings
     return run_bytes * 3 // 2 + _SLACK_BYTES + buffers + MOST_GRAPHS * layout.num_bytes
