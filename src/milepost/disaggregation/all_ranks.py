@@ -81,8 +81,8 @@ class AllRanks:
         except BadMessageError as error:
             raise TransferError(f"no addresses of ranks: {error}") from error
         self._check(endpoints)
-        own = self._own.add_peer(endpoints[0].metadata, layout)
-        peer = _PeerRanks(next(self._numbers), own)
+        peer_here = self._own.add_peer(endpoints[0].metadata, layout)
+        peer = _PeerRanks(next(self._numbers), peer_here)
         self._ask(AddPeer(peer.number, endpoints))
         return peer
 
@@ -104,10 +104,10 @@ class AllRanks:
         self._own.remove_peer(peer.own)
 
     def begin(self, peer: _PeerRanks, lease: str, local: list[int], remote: list[int]) -> _Parts:
-        own = self._own.begin(peer.own, lease, local, remote)
+        read_here = self._own.begin(peer.own, lease, local, remote)
         number = next(self._numbers)
         part = ReadPart(transfer=number, peer=peer.number, lease=lease, local=local, remote=remote)
-        return _Parts(number, own, self._ask(part))
+        return _Parts(number, read_here, self._ask(part))
 
     def is_done(self, transfer: _Parts) -> bool:
         """Returns whether all ranks are done. Raises EngineDeadError if a rank is lost."""
@@ -187,10 +187,10 @@ def fencing(
     """
 
     def fence_all() -> Callable[[], bool]:
-        own, others = fence(), ask(Synchronize())
+        is_fenced, others = fence(), ask(Synchronize())
 
         def is_done() -> bool:
-            if not others.done() or not own():
+            if not others.done() or not is_fenced():
                 return False
             if not others.result():
                 raise EngineDeadError("a rank could not do what was launched")

@@ -56,8 +56,8 @@ class Nixl:
             torch.cuda.synchronize()
 
     def metadata(self) -> bytes:
-        own: bytes = self._agent.get_agent_metadata()
-        return bytes([self._device]) + own
+        agent_metadata: bytes = self._agent.get_agent_metadata()
+        return bytes([self._device]) + agent_metadata
 
     def add_peer(self, metadata: bytes, layout: Layout) -> Any:
         if len(metadata) < 2:
@@ -144,12 +144,12 @@ class Nixl:
 def _errors_of(api: Any) -> tuple[type[Exception], ...]:
     """Returns all exceptions that NIXL raises: its own have only `Exception` in common."""
     known = vars(api.nixlBind).values()
-    own = [each for each in known if isinstance(each, type) and issubclass(each, Exception)]
-    return (RuntimeError, *own)
+    errors = [each for each in known if isinstance(each, type) and issubclass(each, Exception)]
+    return (RuntimeError, *errors)
 
 
 def _log_as_others_do() -> None:
     """Redirects NIXL's log to the root logger, since standard output is for programs."""
-    own = logging.getLogger("nixl")
-    own.handlers.clear()
-    own.propagate = True
+    nixl_logger = logging.getLogger("nixl")
+    nixl_logger.handlers.clear()
+    nixl_logger.propagate = True

@@ -80,8 +80,8 @@ def pieces_of(
     """Returns the numbers of all pieces of these pages, this slot and these pages of windows."""
     found, first = [], 0
     ids = pages, () if slot is None else (slot,), windows
-    for rows, own in zip(layout.kinds, ids, strict=True):
-        found += pieces(rows, own, first)
+    for rows, row_ids in zip(layout.kinds, ids, strict=True):
+        found += pieces(rows, row_ids, first)
         first += sum(row.count for row in rows)
     return found
 

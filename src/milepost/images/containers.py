@@ -179,10 +179,10 @@ def _ffmpeg_options(options: Mapping[str, str]) -> Iterator[None]:
     """Hands options to FFmpeg. OpenCV reads them from the environment as it opens a file, and has
     no other way."""
     joined = "|".join(f"{name};{value}" for name, value in options.items())
-    own = {"OPENCV_FFMPEG_CAPTURE_OPTIONS": joined, "OPENCV_FFMPEG_LOGLEVEL": "-8"}
+    variables = {"OPENCV_FFMPEG_CAPTURE_OPTIONS": joined, "OPENCV_FFMPEG_LOGLEVEL": "-8"}
     with _environment:
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:

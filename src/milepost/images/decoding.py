@@ -126,9 +126,9 @@ def flatten(picture: Image.Image) -> Image.Image:
     """Returns the picture in RGB, with what is transparent laid on white."""
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
         return picture.convert("RGB")
-    own = picture.convert("RGBA")
-    white = Image.new("RGBA", own.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, own).convert("RGB")
+    layered = picture.convert("RGBA")
+    white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, layered).convert("RGB")
 
 
 def _orientation(picture: Image.Image) -> object:

@@ -64,8 +64,8 @@ def read_video_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's video processor, whose limits are those of all frames
     together: `video_preprocessor_config.json`, or the part `video_processor` of
     `processor_config.json`. See `read_image_settings`."""
-    own = _find(folder, *_VIDEO_FILE, _VIDEO_PROCESSORS)
-    return ImageSettings(**{"min_pixels": 4096, "max_pixels": 25_165_824} | own)
+    settings = _find(folder, *_VIDEO_FILE, _VIDEO_PROCESSORS)
+    return ImageSettings(**{"min_pixels": 4096, "max_pixels": 25_165_824} | settings)
 
 
 def read_frame_sampling(folder: Path) -> FrameSampling:
@@ -119,7 +119,7 @@ def _read_tiled(raw: Mapping[str, Any]) -> ImageSettings:
         "has_thumbnail": "use_thumbnail",
         "tolerance": "max_pixels_tolerance",
     }
-    own = {name: raw[key] for name, key in named.items() if raw.get(key) is not None}
+    settings = {name: raw[key] for name, key in named.items() if raw.get(key) is not None}
     pixels = (patch * merge) ** 2
     return ImageSettings(
         patch_size=patch,
@@ -129,7 +129,7 @@ def _read_tiled(raw: Mapping[str, Any]) -> ImageSettings:
         max_pixels=most * pixels,
         has_rows=False,
         is_tiled=True,
-        tiling=ImageTiling(**own) if raw.get("do_image_splitting", True) else None,
+        tiling=ImageTiling(**settings) if raw.get("do_image_splitting", True) else None,
         **_values_of(raw),
     )
 
@@ -188,28 +188,28 @@ def _read(raw: Mapping[str, Any], key: str, kinds: Sequence[str]) -> dict[str, A
     size = raw.get("size")
     size = size if isinstance(size, Mapping) else {}
     names = ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
-    own = {name: raw[name] for name in names if raw.get(name) is not None}
+    settings = {name: raw[name] for name in names if raw.get(name) is not None}
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        value = own.get(name, size.get(edge, size.get(name)))
+        value = settings.get(name, size.get(edge, size.get(name)))
         if value is not None:
-            own[name] = value
-    return own | _values_of(raw)
+            settings[name] = value
+    return settings | _values_of(raw)
 
 
 def _values_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that make numbers of bytes, where they differ from the defaults."""
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if raw.get("rescale_factor") is not None:
-        own["rescale_factor"] = raw["rescale_factor"]
+        settings["rescale_factor"] = raw["rescale_factor"]
     for name, key in (("mean", "image_mean"), ("std", "image_std")):
         if raw.get(key) is not None:
-            own[name] = _colours(key, raw[key])
-    factor = own.get("rescale_factor", 1 / 255)
+            settings[name] = _colours(key, raw[key])
+    factor = settings.get("rescale_factor", 1 / 255)
     if not is_number(factor) or not 0 < factor <= 1:
         raise UnsupportedModelError(f"rescale_factor={factor!r} is no number above 0, up to 1")
-    if 0 in own.get("std", ()):
+    if 0 in settings.get("std", ()):
         raise UnsupportedModelError(f"image_std={raw['image_std']!r} holds a zero")
-    return own
+    return settings
 
 
 def _colours(name: str, value: object) -> tuple[float, float, float]:

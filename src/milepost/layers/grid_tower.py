@@ -67,18 +67,18 @@ class GridBlock(nn.Module):
     def __init__(
         self,
         shapes: TowerShapes,
-        own: GridBlockShapes,
+        block_shapes: GridBlockShapes,
         mixer: Literal["conv", "full_attention"],
         scope: ModuleScope,
     ) -> None:
         super().__init__()
         size, inner = shapes.hidden_size, shapes.feed_forward_size
-        self.norm1 = _norm(size, own.eps, scope.under("operator_norm"))
-        self.norm2 = _norm(size, own.eps, scope.under("ffn_norm"))
+        self.norm1 = _norm(size, block_shapes.eps, scope.under("operator_norm"))
+        self.norm2 = _norm(size, block_shapes.eps, scope.under("ffn_norm"))
         self.mixer: GridConv | GridAttention = (
-            GridConv(shapes, own.conv_width, scope.under("conv"))
+            GridConv(shapes, block_shapes.conv_width, scope.under("conv"))
             if mixer == "conv"
-            else GridAttention(shapes, own, scope.under("self_attn"))
+            else GridAttention(shapes, block_shapes, scope.under("self_attn"))
         )
         up = [scope.under("feed_forward.w1"), scope.under("feed_forward.w3")]
         self.up = TowerLinear(up, 2 * inner, size, has_bias=False)
@@ -144,15 +144,17 @@ class GridAttention(nn.Module):
     """Attention among all patches of a frame. Several heads share keys and values; heads of queries
     and keys are normed before they are turned."""
 
-    def __init__(self, shapes: TowerShapes, own: GridBlockShapes, scope: ModuleScope) -> None:
+    def __init__(
+        self, shapes: TowerShapes, block_shapes: GridBlockShapes, scope: ModuleScope
+    ) -> None:
         super().__init__()
         size, dim = shapes.hidden_size, shapes.head_dim
-        self._num_heads, self._num_kv_heads = shapes.num_heads, own.num_kv_heads
+        self._num_heads, self._num_kv_heads = shapes.num_heads, block_shapes.num_kv_heads
         self.queries = TowerLinear(scope.under("q_proj"), size, size, has_bias=False)
         shared = [scope.under("k_proj"), scope.under("v_proj")]
-        self.shared = TowerLinear(shared, 2 * own.num_kv_heads * dim, size, has_bias=False)
-        self.query_norm = _norm(dim, own.eps, scope.under("q_layernorm"))
-        self.key_norm = _norm(dim, own.eps, scope.under("k_layernorm"))
+        self.shared = TowerLinear(shared, 2 * block_shapes.num_kv_heads * dim, size, has_bias=False)
+        self.query_norm = _norm(dim, block_shapes.eps, scope.under("q_layernorm"))
+        self.key_norm = _norm(dim, block_shapes.eps, scope.under("k_layernorm"))
         self.out = TowerLinear(scope.under("out_proj"), size, size, has_bias=False)
 
     def forward(self, rows: Tensor, layout: TowerLayout) -> Tensor:

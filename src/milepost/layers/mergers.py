@@ -42,7 +42,7 @@ class Merger(nn.Module):
     the merged patches."""
 
     def __init__(
-        self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope, own: ModuleScope
+        self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope, merger_scope: ModuleScope
     ) -> None:
         super().__init__()
         self._size = shapes.hidden_size * shapes.merge_size**2
@@ -50,8 +50,10 @@ class Merger(nn.Module):
         self.norm = LayerNorm(shapes.hidden_size, shapes.eps, scope.under(names.norm))
         self.merged_norm = None
         if names.merged_norm is not None:
-            self.merged_norm = LayerNorm(self._size, _MERGED_EPS, own.under(names.merged_norm))
-        first, second = map(own.under, names.merger)
+            self.merged_norm = LayerNorm(
+                self._size, _MERGED_EPS, merger_scope.under(names.merged_norm)
+            )
+        first, second = map(merger_scope.under, names.merger)
         self.first = TowerLinear(first, inner, self._size)
         self.second = TowerLinear(second, shapes.output_size, inner)
 

@@ -198,13 +198,13 @@ class Tower(nn.Module):
         return row, token % across * merge + inner % merge
 
     def placements(self) -> WeightSlots:
-        own = {}
+        slots = {}
         if self.positions is not None:
             table = self.positions[None] if self._names.has_batch else self.positions
-            own[self.scope.full(self._names.positions)] = place_whole(table)
+            slots[self.scope.full(self._names.positions)] = place_whole(table)
         if self.prefix is not None:
-            own[self.scope.full(self._names.prefix)] = place_whole(self.prefix)
-        return own
+            slots[self.scope.full(self._names.prefix)] = place_whole(self.prefix)
+        return slots
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         for table in (self.positions, self.prefix):

@@ -189,12 +189,12 @@ class TowerLinear(nn.Module):
 
     def placements(self) -> WeightSlots:
         count = len(self._scopes)
-        own = {"weight": self.weight.view(self._shape)}
+        tensors = {"weight": self.weight.view(self._shape)}
         if self.bias is not None:
-            own["bias"] = self.bias
+            tensors["bias"] = self.bias
         return {
             scope.full(name): place_whole(values)
-            for name, whole in own.items()
+            for name, whole in tensors.items()
             for scope, values in zip(self._scopes, whole.chunk(count), strict=True)
         }
 
@@ -215,7 +215,7 @@ class PatchEmbedding(TowerLinear):
         super().__init__(scope.under(names.embedding), shapes.hidden_size, *patch)
 
     def placements(self) -> WeightSlots:
-        own = super().placements()
+        slots = super().placements()
         if self._has_channels_last:
             outputs, channels, frames, rows, columns = self._shape
             whole = self.weight.view(self._shape)
@@ -224,8 +224,8 @@ class PatchEmbedding(TowerLinear):
                 last = values.view(outputs, frames, rows, columns, channels)
                 whole.copy_(last.permute(0, 4, 1, 2, 3))
 
-            own[self.scope.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
-        return own
+            slots[self.scope.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
+        return slots
 
 
 class LayerNorm(nn.Module):
@@ -241,8 +241,8 @@ class LayerNorm(nn.Module):
         return vision.add_norm(hidden, delta, self.weight, self.bias, self._eps)
 
     def placements(self) -> WeightSlots:
-        own = {"weight": self.weight, "bias": self.bias}
-        return {self.scope.full(name): place_whole(values) for name, values in own.items()}
+        tensors = {"weight": self.weight, "bias": self.bias}
+        return {self.scope.full(name): place_whole(values) for name, values in tensors.items()}
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         """Sets the weight to 1 and the bias to 0."""

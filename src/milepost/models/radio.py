@@ -63,8 +63,8 @@ def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     norm = None
     if getattr(whole.get_text_config(), "num_nextn_predict_layers", 0):
         stored = root.has(f"{_FINAL_NORM}.weight")
-        own = LayerNorm if stored else PlainNorm
-        norm = own(shapes.hidden_size, shapes.eps, root.under(_FINAL_NORM))
+        norm_type = LayerNorm if stored else PlainNorm
+        norm = norm_type(shapes.hidden_size, shapes.eps, root.under(_FINAL_NORM))
     blocks = [scope.under(names.block.format(index=index)) for index in range(shapes.depth)]
     embedding = TowerLinear(
         scope.under(names.embedding), shapes.hidden_size, shapes.num_inputs, has_bias=False

@@ -47,15 +47,17 @@ def qwen_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     count = sizes["num_position_embeddings"]
     refuse(config, "num_position_embeddings", round(count**0.5) ** 2 != count, "a square")
     text_size = whole.get_text_config().hidden_size
-    own = sizes["out_hidden_size"]
-    refuse(config, "out_hidden_size", own != text_size, f"the model's hidden_size={text_size}")
+    output_size = sizes["out_hidden_size"]
+    refuse(
+        config, "out_hidden_size", output_size != text_size, f"the model's hidden_size={text_size}"
+    )
     _check_sections(whole.get_text_config())
     shapes = TowerShapes(
         depth=sizes["depth"],
         hidden_size=hidden_size,
         num_heads=num_heads,
         feed_forward_size=sizes["intermediate_size"],
-        output_size=own,
+        output_size=output_size,
         patch_size=sizes["patch_size"],
         merge_size=sizes["spatial_merge_size"],
         num_frames=sizes["temporal_patch_size"],
@@ -195,7 +197,7 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         is_gated=True,
         num_attending=sum(each != "conv" for each in mixers),
     )
-    own = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
+    block_shapes = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
     root = scope.root()
     paths = [f"{outer}vision_tower" for outer in ("model.", "")]
     found = (path for path in paths if f"{path}.embedding_norm.weight" in scope.names)
@@ -203,9 +205,9 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     outer = path.removesuffix("vision_tower")
     tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
     modules = TowerModules(
-        embedding=NormedEmbedding(shapes, own.eps, tower),
+        embedding=NormedEmbedding(shapes, block_shapes.eps, tower),
         blocks=nn.ModuleList(
-            GridBlock(shapes, own, mixer, tower.under(f"layers.{index}"))
+            GridBlock(shapes, block_shapes, mixer, tower.under(f"layers.{index}"))
             for index, mixer in enumerate(mixers)
         ),
         merger=Merger(shapes, _GRID_NAMES, projector, projector),

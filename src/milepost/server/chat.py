@@ -212,14 +212,14 @@ class _ChatWriter:
         reason."""
         answer = self._answers[index]
         gains = answer.feed(delta)
-        own = self._logprobs(delta)
+        logprobs = self._logprobs(delta)
         if is_first:
             gains.insert(0, {"role": "assistant", "content": ""})
-        if not gains and (own or answer.finish_reason or self._request.return_token_ids):
+        if not gains and (logprobs or answer.finish_reason or self._request.return_token_ids):
             gains.append({})
         choices = [_chunk(index, gain) for gain in gains]
-        if own and choices:
-            choices[0]["logprobs"] = {"content": own, "refusal": None}
+        if logprobs and choices:
+            choices[0]["logprobs"] = {"content": logprobs, "refusal": None}
         if self._request.return_token_ids and choices:
             choices[0]["token_ids"] = delta.token_ids
         if answer.finish_reason is not None:

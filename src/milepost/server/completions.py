@@ -137,8 +137,10 @@ class _CompletionWriter:
             choice["text"] = "".join(texts)
         if self._texts is not None or self._request.prompt_logprobs is not None:
             for number in range(len(self._prompts)):
-                own = [choice for choice in choices if self._number(choice["index"]) == number]
-                await self._add_prompt(number, own)
+                of_prompt = [
+                    choice for choice in choices if self._number(choice["index"]) == number
+                ]
+                await self._add_prompt(number, of_prompt)
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
         return {**body, **self._generation.transfer()}
 

@@ -188,8 +188,8 @@ def template_kwargs(service: Service, request: ChatRequest, scope: Any) -> dict[
 
 def response_id(kind: str, request: Sampling, http: Request) -> str:
     """Returns the id of a response, made from the request's own id if it has one."""
-    own = http.headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
-    return f"{kind}-{own[:MAX_ID_LEN]}"
+    given_id = http.headers.get("x-request-id") or request.request_id or uuid.uuid4().hex
+    return f"{kind}-{given_id[:MAX_ID_LEN]}"
 
 
 def shortened(

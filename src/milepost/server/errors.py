@@ -259,9 +259,9 @@ def body_for(path: str, error: Exception) -> dict[str, Any]:
     api = next((api for api in _NAMED if path.startswith(api)), "")
     body = anthropic_body_of(error) if api == "/v1/messages" else body_of(error)
     told = body["error"]
-    for name, own in _NAMED.get(api, {}).items():
+    for name, named in _NAMED.get(api, {}).items():
         if told["message"].startswith(f"{name}: "):
-            told["message"] = own + told["message"].removeprefix(name)
+            told["message"] = named + told["message"].removeprefix(name)
         if told.get("param") == name:
-            told["param"] = own
+            told["param"] = named
     return body

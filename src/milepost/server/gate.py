@@ -226,10 +226,10 @@ def _length(headers: Sequence[tuple[bytes, bytes]]) -> int:
 def _ids(headers: Sequence[tuple[bytes, bytes]], context: TraceContext | None) -> RequestIds:
     """Returns the ids of a request. A valid `X-Request-Id` of the client is kept."""
     given = header(headers, b"x-request-id")
-    own = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    request_id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
     if context is None:
-        return RequestIds(request_id=own)
-    return RequestIds(request_id=own, trace_id=context.trace_id, span_id=context.span_id)
+        return RequestIds(request_id=request_id)
+    return RequestIds(request_id=request_id, trace_id=context.trace_id, span_id=context.span_id)
 
 
 def _check_path(path: str) -> None:

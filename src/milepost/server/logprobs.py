@@ -113,12 +113,12 @@ def extend_completion(
     added, and the new offset. `offset` counts the characters of the tokens before."""
     logprobs = known or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in delta.logprobs or ():
-        token_id, own = next(iter(entry.items()))
-        text = _text(token_id, own)
+        token_id, logprob = next(iter(entry.items()))
+        text = _text(token_id, logprob)
         logprobs["tokens"].append(text)
-        logprobs["token_logprobs"].append(_finite(own.logprob))
+        logprobs["token_logprobs"].append(_finite(logprob.logprob))
         tops = {_text(id_, top): _finite(top.logprob) for id_, top in _tops(entry, num_top)}
-        tops.setdefault(text, _finite(own.logprob))
+        tops.setdefault(text, _finite(logprob.logprob))
         logprobs["top_logprobs"].append(tops)
         logprobs["text_offset"].append(offset)
         offset += len(text)
@@ -131,7 +131,7 @@ def by_id(delta: Delta) -> Delta:
 
 
 def _without_texts(entry: Entry) -> Entry:
-    return {id_: replace(own, decoded_token=None) for id_, own in entry.items()}
+    return {id_: replace(logprob, decoded_token=None) for id_, logprob in entry.items()}
 
 
 def _tops(entry: Entry, num_top: int) -> list[tuple[int, Logprob]]:
@@ -169,7 +169,8 @@ def with_texts(
     ids = {id_ for entry in entries if entry is not None for id_ in entry}
     texts = {id_: str(tokenizer.decode([id_])) for id_ in sorted(ids)}
     return [
-        entry and {id_: replace(own, decoded_token=texts[id_]) for id_, own in entry.items()}
+        entry
+        and {id_: replace(logprob, decoded_token=texts[id_]) for id_, logprob in entry.items()}
         for entry in entries
     ]
 
@@ -180,8 +181,8 @@ def of_prompt(entries: Sequence[Entry | None], num_top: int) -> list[dict[str, A
 
 
 def _by_id(entry: Entry, num_top: int) -> dict[str, Any]:
-    own = next(iter(entry.items()))
-    kept = dict([own, *_tops(entry, num_top)])
+    sampled = next(iter(entry.items()))
+    kept = dict([sampled, *_tops(entry, num_top)])
     return {
         str(id_): {
             "logprob": _finite(one.logprob),
@@ -194,8 +195,8 @@ def _by_id(entry: Entry, num_top: int) -> dict[str, Any]:
 
 def text_of(entry: Entry) -> str:
     """Returns the text of the token that an entry is about."""
-    token_id, own = next(iter(entry.items()))
-    return _text(token_id, own)
+    token_id, logprob = next(iter(entry.items()))
+    return _text(token_id, logprob)
 
 
 def echoed(

@@ -25,10 +25,10 @@ Defaults = Mapping[str, int | float]
 def of_completion(request: CompletionRequest, defaults: Defaults) -> SamplingParams:
     """Returns the sampling parameters of a completion. Raises InvalidRequestError."""
     max_tokens = 16 if request.max_tokens is None else max(request.max_tokens, 1)
-    own: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if request.echo and request.logprobs is not None:
-        own["prompt_logprobs"] = max(request.prompt_logprobs or 0, request.logprobs)
-    return _params(request, {**defaults}, max_tokens=max_tokens, logprobs=request.logprobs, **own)
+        extra["prompt_logprobs"] = max(request.prompt_logprobs or 0, request.logprobs)
+    return _params(request, {**defaults}, max_tokens=max_tokens, logprobs=request.logprobs, **extra)
 
 
 def of_chat(request: ChatRequest, defaults: Defaults) -> SamplingParams:

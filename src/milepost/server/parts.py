@@ -117,10 +117,10 @@ class FramesPart(MarkedPart):
     @property
     def plain(self) -> dict[str, Any]:
         """The part as `engine.media` reads it."""
-        own = self.video
+        video = self.video
         return {
             "type": "video",
-            "video": {"frames": own.frames, "times": own.times, "fps": own.fps},
+            "video": {"frames": video.frames, "times": video.times, "fps": video.fps},
         }
 
 

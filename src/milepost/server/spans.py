@@ -60,9 +60,9 @@ class Tracing:
 
     def __init__(self, endpoint: str, model: str) -> None:
         self.model = model
-        own = Resource({"service.name": "milepost", "service.version": milepost.__version__})
+        service = Resource({"service.name": "milepost", "service.version": milepost.__version__})
         self._provider = TracerProvider(
-            resource=own.merge(OTELResourceDetector().detect()),
+            resource=service.merge(OTELResourceDetector().detect()),
             span_limits=SpanLimits(max_span_attribute_length=MAX_VALUE_CHARS),
             shutdown_on_exit=False,
         )

@@ -97,6 +97,6 @@ def _not_for_requests() -> frozenset[str]:
     from transformers import PreTrainedTokenizerBase  # slow, but imported by now
 
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    own = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    named = {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     given = {"messages", "conversations", "bos_token", "eos_token", "raise_exception"}
-    return frozenset(own | given)
+    return frozenset(named | given)

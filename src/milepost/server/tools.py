@@ -253,9 +253,9 @@ class CustomInput:
         except ValueError:
             return text
         values = list(found.values()) if isinstance(found, dict) else []
-        own = found.get(INPUT) if isinstance(found, dict) else None
-        if isinstance(own, str):
-            return own
+        value = found.get(INPUT) if isinstance(found, dict) else None
+        if isinstance(value, str):
+            return value
         return values[0] if len(values) == 1 and isinstance(values[0], str) else text
 
     def _read(self) -> str:

@@ -43,13 +43,13 @@ def as_served(service: Service, request: R) -> R:
     check_exchange(TransferWish(), service.client.config.kv_transfer_config)
     if not params.get("do_remote_decode"):
         return request
-    own: Params = {}
+    changes: Params = {}
     if isinstance(request, ChatRequest):
-        own["max_completion_tokens"] = own["top_logprobs"] = None
-        own["tool_choice"] = "none" if request.tool_choice == "none" else None
+        changes["max_completion_tokens"] = changes["top_logprobs"] = None
+        changes["tool_choice"] = "none" if request.tool_choice == "none" else None
     else:
-        own["echo"] = None
-    return request.model_copy(update={**_ONE_TOKEN, **own})
+        changes["echo"] = None
+    return request.model_copy(update={**_ONE_TOKEN, **changes})
 
 
 def of_each(params: Params | None, num_prompts: int) -> list[Params | None]:

@@ -210,8 +210,8 @@ class Running:
             arrivals.append(Arrival(key=key, what="tail", id=allocation.page_table[end]))
         if self._slots_each:
             windows = () if self._windows is None else self._windows.load(allocation, position)
-            own = Arrival(key=key, what="state", id=allocation.slot_out, windows=windows)
-            arrivals.append(own)
+            state = Arrival(key=key, what="state", id=allocation.slot_out, windows=windows)
+            arrivals.append(state)
         allocation.planned = allocation.kv_length = position
         allocation.arrivals = tuple(arrivals)
 

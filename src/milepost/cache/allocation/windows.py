@@ -53,9 +53,9 @@ class Windows:
         num_tokens = position % self._page_size
         if not shared or not num_tokens:
             return WindowStart([*table, *shared], None, ())
-        (own,) = self._pages.allocate(1)
-        copy = PageCopy(source=shared[-1], target=own, num_tokens=num_tokens)
-        return WindowStart([*table, *shared[:-1], own], copy, shared[-1:])
+        (copied,) = self._pages.allocate(1)
+        copy = PageCopy(source=shared[-1], target=copied, num_tokens=num_tokens)
+        return WindowStart([*table, *shared[:-1], copied], copy, shared[-1:])
 
     def extend(self, allocation: Allocation) -> None:
         """Makes the table cover the planned step. There is always room: see `num_window_pages`."""
@@ -87,9 +87,9 @@ class Windows:
         """Allocates the pages that a state is loaded into. Until the load is over, the request also
         keeps those that it would have resumed with."""
         num = -(-position // self._page_size) - self._first_index(position)
-        own = tuple(self._pages.allocate(num if self._window > 1 else 0))
-        allocation.loading_windows = own
-        return own
+        page_ids = tuple(self._pages.allocate(num if self._window > 1 else 0))
+        allocation.loading_windows = page_ids
+        return page_ids
 
     def loaded(self, allocation: Allocation, position: int) -> None:
         """Replaces the pages that the request began with by the loaded ones."""

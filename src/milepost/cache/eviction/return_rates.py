@@ -85,14 +85,14 @@ class ReturnRates:
     def observe(self, num_returns: int, since: int, age: int, *, returned: bool) -> None:
         """Records a wait from age `since` to `age`, after which the path was returned to, or was
         not yet."""
-        level, own = self._level(num_returns), self._own[min(num_returns, MAX_RETURNS)]
+        level, rate = self._level(num_returns), self._own[min(num_returns, MAX_RETURNS)]
         last = _magnitude(age)
         for m in range(_magnitude(since), last + 1):
             low, high = max(since, AGES[m]), min(age, AGES[m + 1])
             self._expected[m] += level * _width(low, high)
         self._returned[last] += returned
         width = _width(since, age)
-        own.observe(width * self._total.value, returned)
+        rate.observe(width * self._total.value, returned)
         self._total.observe(width, returned)
         self._curve = []
 

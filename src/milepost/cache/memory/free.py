@@ -64,12 +64,12 @@ class FreePages:
     def take_outside(self, unit: int, num: int) -> list[int]:
         """Takes `num` loose pages outside a unit. The caller has made sure that there
         are enough."""
-        own = self._loose.pop(unit, None)
+        left_there = self._loose.pop(unit, None)
         ids: list[int] = []
         while len(ids) < num:
             self._take_loose(ids, num)
-        if own is not None:
-            self._loose[unit] = own
+        if left_there is not None:
+            self._loose[unit] = left_there
         return ids
 
     def take(self, num: int) -> list[int]:

@@ -36,8 +36,8 @@ path."""
 def _dense(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     size = _feed_forward_size(config)
 
-    def feed_forward(_: int, own: ModuleScope) -> MLP:
-        return MLP(config.hidden_size, size, own, _GATE_UP_DOWN)
+    def feed_forward(_: int, scope: ModuleScope) -> MLP:
+        return MLP(config.hidden_size, size, scope, _GATE_UP_DOWN)
 
     return _parts(config, scope, feed_forward)
 
@@ -53,10 +53,10 @@ def _sparse(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
         has_bias=config.use_expert_bias,
     )
 
-    def feed_forward(index: int, own: ModuleScope) -> MLP | MoE:
+    def feed_forward(index: int, scope: ModuleScope) -> MLP | MoE:
         if index < config.num_dense_layers:
-            return MLP(config.hidden_size, config.intermediate_size, own, _GATE_UP_DOWN)
-        return MoE(config.hidden_size, shapes, own, _EXPERT_NAMES)
+            return MLP(config.hidden_size, config.intermediate_size, scope, _GATE_UP_DOWN)
+        return MoE(config.hidden_size, shapes, scope, _EXPERT_NAMES)
 
     return _parts(config, scope, feed_forward)
 

@@ -39,7 +39,7 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
 
 def _layer(
     config: PreTrainedConfig,
-    own: ModuleScope,
+    scope: ModuleScope,
     rotary: Rotary | None,
     layer_type: str,
     before: RMSNorm | None,
@@ -49,24 +49,24 @@ def _layer(
     size = config.hidden_size
     posts: list[RMSNorm | None] = [None, None]
     if config.use_sandwich_norm:
-        posts = [_norm(config, own.under(f"post_{name}_norm")) for name in ("operator", "ffn")]
+        posts = [_norm(config, scope.under(f"post_{name}_norm")) for name in ("operator", "ffn")]
     mixer: Part
     if layer_type == "conv":
         # What a window reads is kept with states alone, not at every page boundary.
         options = {"bias": config.conv_bias, "in_slots": _has_windows(config)}
-        mixer = ShortConv(size, config.conv_L_cache, own.under("conv"), **options)
+        mixer = ShortConv(size, config.conv_L_cache, scope.under("conv"), **options)
     else:
-        mixer = _attention(config, own.under("self_attn"), rotary, layer_type)
-    feed_forward = MLP(size, config.intermediate_size, own.under("feed_forward"), _GATE_UP_DOWN)
+        mixer = _attention(config, scope.under("self_attn"), rotary, layer_type)
+    feed_forward = MLP(size, config.intermediate_size, scope.under("feed_forward"), _GATE_UP_DOWN)
     layer = Layer(
-        ResidualBlock(mixer, pre=_norm(config, own.under("operator_norm"), before)),
-        ResidualBlock(feed_forward, pre=_norm(config, own.under("ffn_norm"), posts[0])),
+        ResidualBlock(mixer, pre=_norm(config, scope.under("operator_norm"), before)),
+        ResidualBlock(feed_forward, pre=_norm(config, scope.under("ffn_norm"), posts[0])),
     )
     return layer, posts[1]
 
 
 def _attention(
-    config: PreTrainedConfig, own: ModuleScope, rotary: Rotary | None, layer_type: str
+    config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary | None, layer_type: str
 ) -> Attention:
     is_sliding = layer_type == _SLIDING and _has_windows(config)
     shapes = attention_shapes(
@@ -75,7 +75,7 @@ def _attention(
         gate="heads" if config.use_attention_gate else "none",
         window=config.sliding_window if is_sliding else None,
     )
-    return Attention(shapes, own, rotary=rotary)
+    return Attention(shapes, scope, rotary=rotary)
 
 
 def _has_windows(config: PreTrainedConfig) -> bool:

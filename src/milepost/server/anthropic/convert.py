@@ -43,10 +43,10 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     for message in request.messages:
         messages += _messages(message)
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
-    own: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
-        own = {name: getattr(request, name) for name in _SAME}
-        own |= {"stop": request.stop_sequences or None, "user": _user(request)}
+        sampling = {name: getattr(request, name) for name in _SAME}
+        sampling |= {"stop": request.stop_sequences or None, "user": _user(request)}
     return ChatRequest(
         model=request.model,
         messages=messages,
@@ -54,7 +54,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
         continue_final_message=goes_on or None,
         **_tool_choice(request),
         **_output(request),
-        **own,
+        **sampling,
     )
 
 

@@ -82,9 +82,9 @@ class FoundEvents:
     def start(self, name: str, id_: str = "") -> None:
         self.end_call()
         self._has_calls = True
-        own = "" if id_ in self._ids else id_
+        given_id = "" if id_ in self._ids else id_
         self._ids.add(id_)
-        self._events.append((partial(CallStart, id=own), [name]))
+        self._events.append((partial(CallStart, id=given_id), [name]))
 
     def end_call(self) -> None:
         self._spaces.clear()

@@ -46,15 +46,15 @@ class Leaf:
 def resolved(schema: Any, root: Schema) -> Schema:
     """Returns the schema after following its references; {} if they lead nowhere."""
     seen: set[str] = set()
-    own: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         reference = schema["$ref"]
-        own = {**schema, **own}
+        resolved = {**schema, **resolved}
         schema = None if reference in seen else pointed(reference, root)
         seen.add(reference)
-    own.pop("$ref", None)
-    own.pop("$defs", None)
-    return {**schema, **own} if isinstance(schema, Mapping) else own
+    resolved.pop("$ref", None)
+    resolved.pop("$defs", None)
+    return {**schema, **resolved} if isinstance(schema, Mapping) else resolved
 
 
 def required_of(schema: Schema) -> frozenset[str]:
@@ -105,8 +105,8 @@ def leaves(schema: Any, root: Schema) -> list[Leaf]:
 
 def _without_reference(schema: Schema, root: Schema) -> Schema:
     target = pointed(schema["$ref"], root)
-    own = {key: value for key, value in schema.items() if key != "$ref"}
-    return {**target, **own} if isinstance(target, Mapping) else own
+    beside = {key: value for key, value in schema.items() if key != "$ref"}
+    return {**target, **beside} if isinstance(target, Mapping) else beside
 
 
 def _merged(schema: Schema, root: Schema) -> dict[str, Any]:
@@ -158,11 +158,11 @@ def carried(schema: Any, root: Schema) -> Schema:
     """Returns the schema with all definitions that it refers to, so that it stands alone."""
     names: dict[str, str] = {}
     definitions: dict[str, Any] = {}
-    own = _rewritten(schema, names)
+    whole = _rewritten(schema, names)
     while len(definitions) < len(names):
         reference, name = list(names.items())[len(definitions)]
         definitions[name] = _rewritten(pointed(reference, root), names)
-    return {**own, "$defs": definitions} if definitions else own
+    return {**whole, "$defs": definitions} if definitions else whole
 
 
 def _rewritten(schema: Any, names: dict[str, str]) -> Any:

@@ -107,8 +107,8 @@ class Value:
         # a lexeme of text matches longer than one of a number, so it includes the scalars
         others = [leaf for leaf in self._others if not free or leaf.kind in _BRACKETS]
         if others:
-            own = " | ".join(self._json_options(others, is_strict=is_strict))
-            options.append(f"({own}) {lark.text(end)}")
+            values = " | ".join(self._json_options(others, is_strict=is_strict))
+            options.append(f"({values}) {lark.text(end)}")
         return [f"{rule}: {' | '.join(options)}", *rules]
 
     def _json_options(self, others: Sequence[Leaf], *, is_strict: bool) -> list[str]:

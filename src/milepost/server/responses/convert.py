@@ -41,9 +41,9 @@ def to_chat(request: ResponsesRequest, items: Sequence[ResponseItem]) -> Convert
 
     Raises ValueError (pydantic's) if no chat request can express it.
     """
-    own: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    sampling: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     if has_logprobs(request):
-        own |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+        sampling |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     effort = request.reasoning.effort if request.reasoning is not None else None
     tools: list[ResponseTool] = list(request.tools or ())
     for item in items:
@@ -57,7 +57,7 @@ def to_chat(request: ResponsesRequest, items: Sequence[ResponseItem]) -> Convert
         response_format=_form(request),
         reasoning_effort=effort,
         kv_transfer_params=request.kv_transfer_params,
-        **own,
+        **sampling,
     )
     return Converted(chat=chat, names=names)
 

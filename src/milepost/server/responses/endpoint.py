@@ -107,14 +107,14 @@ async def respond(
     """Creates a response."""
     model = service.check_model(request.model)
     owner = owner_of(http)
-    own, items, converted = await chat_of(service, store, request, http)
+    new_items, items, converted = await chat_of(service, store, request, http)
     chat = transfer.as_served(service, converted.chat)
     octets = await service.token_bytes() if chat.logprobs else None
     turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
 
     def keep(body: dict[str, Any]) -> None:
         if request.store is not False:
-            store.put(owner, body["id"], _stored(body, own, items))
+            store.put(owner, body["id"], _stored(body, new_items, items))
 
     writer = Writer(request, turn, model, octets, converted.names, keep)
     close, is_stream = turn.generation.close, request.stream
@@ -136,8 +136,8 @@ async def chat_of(
 ) -> tuple[Sequence[ResponseItem], Sequence[ResponseItem], Converted]:
     """Returns the items of a request, the items of its whole conversation, and the chat request."""
     before = _conversation_before(store, owner_of(http), request.previous_response_id)
-    own = store.resolved(owner_of(http), items_of(request.input))
-    items = [*before, *own]
+    new_items = store.resolved(owner_of(http), items_of(request.input))
+    items = [*before, *new_items]
     try:
         converted = await service.large.run(lambda: to_chat(request, items), size_of(items))
     except ValidationError as error:
@@ -148,7 +148,7 @@ async def chat_of(
         raise HttpError(400, finding["msg"].removeprefix("Value error, ")) from error
     except ValueError as error:
         raise HttpError(400, str(error), param="tools") from error
-    return own, items, converted
+    return new_items, items, converted
 
 
 def find(store: ResponseStore, http: Request, id_: str) -> StoredResponse:
@@ -193,7 +193,7 @@ def _no_such(id_: str, field: str, what: str = "response") -> HttpError:
 
 
 def _stored(
-    body: dict[str, Any], own: Sequence[ResponseItem], items: Sequence[ResponseItem]
+    body: dict[str, Any], new_items: Sequence[ResponseItem], items: Sequence[ResponseItem]
 ) -> StoredResponse:
     said = [ITEM.validate_python(item) for item in body["output"]]
     conversation_ = (*items, *said)
@@ -201,7 +201,7 @@ def _stored(
     num_bytes = len(msgspec.json.encode(plain)) + len(msgspec.json.encode(body))
     listed = [
         {"id": item.id or f"item_{place}", **item.model_dump(exclude_none=True)}
-        for place, item in enumerate(own)
+        for place, item in enumerate(new_items)
     ]
     return StoredResponse(
         body=body, input_items=listed, conversation=conversation_, num_bytes=num_bytes

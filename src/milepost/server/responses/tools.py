@@ -136,8 +136,8 @@ class OwnName:
     is_custom: bool = False
 
     def fields(self) -> dict[str, str]:
-        own = {"name": self.name}
-        return own if self.namespace is None else {**own, "namespace": self.namespace}
+        fields = {"name": self.name}
+        return fields if self.namespace is None else {**fields, "namespace": self.namespace}
 
 
 class Names:
@@ -222,7 +222,7 @@ def choice_for_chat(choice: str | ChosenTool | None, names: Names) -> Any:
 
 
 def _named(tool: NamedTool | ChosenTool, names: Names) -> dict[str, Any]:
-    own: dict[str, Any] = {"type": tool.type}
+    chosen: dict[str, Any] = {"type": tool.type}
     if tool.type in ("function", "custom") and tool.name is not None:
-        own[tool.type] = chat.FunctionName(name=names.of_client(tool.name, tool.namespace))
-    return own
+        chosen[tool.type] = chat.FunctionName(name=names.of_client(tool.name, tool.namespace))
+    return chosen

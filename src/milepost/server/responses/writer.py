@@ -179,8 +179,8 @@ class Writer:
         text = block.text if text is None else text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        own = self._logprobs.get(block.index, []) if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": own}
+        logprobs = self._logprobs.get(block.index, []) if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     # --- its events -------------------------------------------------------------------------------
 
@@ -194,18 +194,20 @@ class Writer:
 
     def _gained(self, step: Step) -> Iterator[bytes]:
         block, name = step.block, _FORMS[self._kind(step.block)][1]
-        own: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        yield self._event(f"response.{name}.delta", **self._place(block), delta=step.text, **own)
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        yield self._event(
+            f"response.{name}.delta", **self._place(block), delta=step.text, **logprobs
+        )
 
     def _closed(self, step: Step) -> Iterator[bytes]:
         block, kind = step.block, self._kind(step.block)
         _, name, key = _FORMS[kind]
-        own: dict[str, Any] = {key: block.text}
+        fields: dict[str, Any] = {key: block.text}
         if kind == "text":
-            own["logprobs"] = self._logprobs.get(block.index, [])
+            fields["logprobs"] = self._logprobs.get(block.index, [])
         elif kind == "call":
-            own["name"] = self._names.of_call(block.name).name
-        yield self._event(f"response.{name}.done", **self._place(block), **own)
+            fields["name"] = self._names.of_call(block.name).name
+        yield self._event(f"response.{name}.done", **self._place(block), **fields)
         if block.kind != "call":
             part = self._part(block)
             yield self._event("response.content_part.done", **self._place(block), part=part)
