@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,13 @@ from torch import Tensor
 from milepost.errors import UnsupportedModelError
 from milepost.images import PreparedImage, normalisation
 from milepost.models import Decoder, LoadOptions, load_model
-from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
-from milepost.scheduler.plans import StepPlan
-from tests.batches import Part, build_pools
 from tests.floating import SETTINGS, expected_logits, inputs, prepared, save
 from tests.numbers import relative_error
-from tests.pictured import Pictured, prompt, refuse_tower
-from tests.runner.pictured import part
+from tests.pictured import prompt, refuse_tower
+from tests.runner.pictured import chunked_logits
 
 SIZES = [(16, 24), (31, 17), (40, 40), (8, 60), (7, 5), (50, 21)]
 """Height and width in pixels: grids within the table of positions, at its edge and beyond."""
-PAGES = [3, 1, 5, 2]
 
 
 def load(folder: Path, **options: Any) -> Decoder:
@@ -98,24 +91,6 @@ def test_a_norm_that_no_checkpoint_holds_is_plain(tmp_path: Path) -> None:
     assert relative_error(encode(load(tmp_path), image), wanted) < 1e-5
 
 
-def logits(model: Decoder, given: Pictured, edges: Sequence[int]) -> Tensor:
-    """The logits of all tokens of a sequence in slot 1, in chunks."""
-    pools, made = build_pools(model), []
-    encoded = EncodedPictures.of(model, SETTINGS)
-    assert encoded is not None
-    assert model.merge_size is None, "tokens of pictures have one position each"
-    for each in given.images:
-        encoded.take(each.identity, PicturePixels(rows=each.rows, grid=each.grid))
-    encoded.follow(StepPlan(sequences=(), encodes=tuple(given.pictures)))
-    for begin, end in pairwise(edges):
-        slot = 1 if begin else 0
-        chunk = Part(pages=PAGES, start=begin, length=end - begin, slot_in=slot, slot_out=1)
-        plan = StepPlan(sequences=(part(given, begin, end, 1),))
-        ctx = replace(pools.context([chunk]), pictures=rows_of(encoded, plan, None))
-        made.append(model.compute_logits(model(given.token_ids[begin:end], ctx)))
-    return torch.cat(made)
-
-
 PROMPTS = {
     "one": prompt(20, prepared(16, 24), 30),
     "several": prompt(7, prepared(31, 17, 1), 3, prepared(40, 40, 2), prepared(7, 5, 3), 40),
@@ -128,7 +103,7 @@ PROMPTS = {
 def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     given = PROMPTS[kind]
     wanted = expected_logits(save(tmp_path), given)
-    own = logits(load(tmp_path), given, [0, len(given.token_ids)])
+    own = chunked_logits(load(tmp_path), SETTINGS, given, [0, len(given.token_ids)])
     assert relative_error(own, wanted) < 1e-4
     assert wanted.std() > 0.5, "flat logits would show nothing"
 
@@ -141,7 +116,7 @@ def test_logits_in_chunks_that_cut_a_picture_match_transformers(tmp_path: Path) 
     ]
     assert given.offsets[0] < 64 < ends[0]
     assert given.offsets[1] < 128 < ends[1]
-    own = logits(load(tmp_path), given, [0, 64, 128, len(given.token_ids)])
+    own = chunked_logits(load(tmp_path), SETTINGS, given, [0, 64, 128, len(given.token_ids)])
     assert relative_error(own, wanted) < 1e-4
 
 

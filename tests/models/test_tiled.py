@@ -3,9 +3,6 @@ transformers'."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,13 @@ from torch import Tensor
 
 from milepost.images import PreparedImage, normalisation
 from milepost.models import Decoder, LoadOptions, load_model
-from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
-from milepost.scheduler.plans import StepPlan
-from tests.batches import Part, build_pools
 from tests.numbers import relative_error
-from tests.pictured import Pictured, prompt, refuse_tower
-from tests.runner.pictured import part
+from tests.pictured import prompt, refuse_tower
+from tests.runner.pictured import chunked_logits
 from tests.tiled import SETTINGS, expected_logits, inputs, save, tile
 
 SIZES = [(2, 3), (3, 2), (4, 4), (1, 4), (4, 1), (2, 7)]
 """Rows and columns in tokens."""
-PAGES = [3, 1, 5, 2]
 
 
 def load(folder: Path, **options: Any) -> Decoder:
@@ -68,23 +61,6 @@ def test_checkpoints_whose_tensors_have_older_paths_are_read(tmp_path: Path) -> 
         assert relative_error(encode(load(tmp_path), images[0]), wanted) < 1e-5
 
 
-def logits(model: Decoder, given: Pictured, edges: Sequence[int]) -> Tensor:
-    """The logits of all tokens of a sequence, in chunks."""
-    pools, made = build_pools(model), []
-    encoded = EncodedPictures.of(model, SETTINGS)
-    assert encoded is not None
-    assert model.merge_size is None, "tokens of pictures have one position each"
-    for each in given.images:
-        encoded.take(each.identity, PicturePixels(rows=each.rows, grid=each.grid))
-    encoded.follow(StepPlan(sequences=(), encodes=tuple(given.pictures)))
-    for begin, end in pairwise(edges):
-        chunk = Part(pages=PAGES, start=begin, length=end - begin, slot_in=0, slot_out=1)
-        plan = StepPlan(sequences=(part(given, begin, end, 1),))
-        ctx = replace(pools.context([chunk]), pictures=rows_of(encoded, plan, None))
-        made.append(model.compute_logits(model(given.token_ids[begin:end], ctx)))
-    return torch.cat(made)
-
-
 PROMPTS = {
     "one": prompt(20, tile(4, 4), 30),
     "several": prompt(7, tile(4, 3, 1), 3, tile(2, 4, 2), tile(1, 5, 3), 40),
@@ -97,7 +73,7 @@ PROMPTS = {
 def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     given = PROMPTS[kind]
     wanted = expected_logits(save(tmp_path), given)
-    own = logits(load(tmp_path), given, [0, len(given.token_ids)])
+    own = chunked_logits(load(tmp_path), SETTINGS, given, [0, len(given.token_ids)])
     assert relative_error(own, wanted) < 1e-4
     assert wanted.std() > 0.5, "flat logits would show nothing"
 
@@ -107,7 +83,7 @@ def test_logits_in_chunks_that_cut_a_picture_match_transformers(tmp_path: Path) 
     wanted = expected_logits(save(tmp_path), given)
     assert given.offsets[0] < 64 < given.offsets[0] + 16
     assert given.offsets[1] < 128 < given.offsets[1] + 12
-    own = logits(load(tmp_path), given, [0, 64, 128, len(given.token_ids)])
+    own = chunked_logits(load(tmp_path), SETTINGS, given, [0, 64, 128, len(given.token_ids)])
     assert relative_error(own, wanted) < 1e-4
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from tests.batches import Part, build_pools
 from tests.pictured import SETTINGS, Pictured
 from torch import Tensor
 
+from milepost.images.settings import ImageSettings
 from milepost.models import Decoder
 from milepost.pictures import overlapping, position_shift
+from milepost.runner.pictures import EncodedPictures, PicturePixels, rows_of
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pools import Pools, allocate
@@ -20,6 +24,8 @@ from milepost.runner.runner import Executor, Runner
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 NUM_SLOTS = 4
+PAGES = [3, 1, 5, 2]
+"""Pages of the sequence of `chunked_logits`."""
 
 
 def plain_executor(model: Decoder, pools: Pools) -> Executor:
@@ -82,3 +88,24 @@ def run(runner: Runner, given: Pictured, edges: Sequence[int], slot: int = 1) ->
         assert flight.logits is not None
         found.append(flight.logits[0].clone())
     return torch.stack(found)
+
+
+def chunked_logits(
+    model: Decoder, settings: ImageSettings, given: Pictured, edges: Sequence[int]
+) -> Tensor:
+    """Returns the logits of all tokens of a sequence in slot 1, in chunks, of a model whose
+    pictures have one position for each token."""
+    pools, chunks = build_pools(model), []
+    encoded = EncodedPictures.of(model, settings)
+    assert encoded is not None
+    assert model.merge_size is None, "tokens of pictures have one position each"
+    for each in given.images:
+        encoded.take(each.identity, PicturePixels(rows=each.rows, grid=each.grid))
+    encoded.follow(StepPlan(sequences=(), encodes=tuple(given.pictures)))
+    for begin, end in pairwise(edges):
+        slot = 1 if begin else 0
+        chunk = Part(pages=PAGES, start=begin, length=end - begin, slot_in=slot, slot_out=1)
+        plan = StepPlan(sequences=(part(given, begin, end, 1),))
+        ctx = replace(pools.context([chunk]), pictures=rows_of(encoded, plan, None))
+        chunks.append(model.compute_logits(model(given.token_ids[begin:end], ctx)))
+    return torch.cat(chunks)

@@ -53,8 +53,9 @@ class Engine:
         texts = TokenTexts(self.tokenizer) if self.tokenizer is not None else None
         self._intake = Intake(config, parts, texts)
         counts_are_kept = parts.runner.executor.keeps_counts
-        completions = RunningCompletions(parts.scheduler, texts, counts_are_kept=counts_are_kept)
-        self._completions = completions
+        self._completions = RunningCompletions(
+            self.scheduler, texts, counts_are_kept=counts_are_kept
+        )
         self._team = parts.team
         self.off_device = open_off_device(config, parts, self._enter)
         self._trace = TraceRecorder(config.record_trace) if config.record_trace else None
