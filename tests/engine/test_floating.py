@@ -11,10 +11,11 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.errors import InvalidRequestError, UnsupportedModelError
 from tests import floating
+from tests.engine import image_chats
+from tests.engine.image_chats import PARAMS, answer_of, chat, image
 from tests.images.pictures import encoded, picture
 
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-OPTIONS = {"num_pages": 200, "num_slots": 24, "dtype": "float64", "max_num_batched_tokens": 128}
+OPTIONS = {**image_chats.OPTIONS, "num_slots": 24}
 SIZE = 40, 40
 """Height and width in pixels: 24 tokens."""
 
@@ -34,20 +35,6 @@ def llm(folder):
 def cold(folder):
     with LLM(folder, enable_prefix_caching=False, **OPTIONS) as llm:
         yield llm
-
-
-def image(size, seed=0):
-    return {"type": "image", "image": picture(*size, seed)}
-
-
-def chat(llm, *parts, **own):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
-    (output,) = llm.chat([{"role": "user", "content": content}], PARAMS, use_tqdm=False, **own)
-    return output
-
-
-def answer_of(llm, *parts):
-    return chat(llm, *parts).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("size", [SIZE, (16, 24), (31, 17), (300, 90)])

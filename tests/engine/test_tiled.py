@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from milepost import LLM, SamplingParams
+from milepost import LLM
 from milepost.errors import InvalidRequestError
 from tests import tiled
+from tests.engine import image_chats
+from tests.engine.image_chats import PARAMS, answer_of, chat, image
 from tests.images.pictures import picture
 
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-OPTIONS = {"num_pages": 200, "num_slots": 4, "dtype": "float64", "max_num_batched_tokens": 128}
+OPTIONS = {**image_chats.OPTIONS, "num_slots": 4}
 SMALL, LARGE = (16, 32), (64, 96)
 """Height and width in pixels: one tile, and two rows of three with a thumbnail."""
 
@@ -35,16 +36,6 @@ def llm(folder):
 def cold(folder):
     with LLM(folder, enable_prefix_caching=False, **OPTIONS) as llm:
         yield llm
-
-
-def image(size, seed=0):
-    return {"type": "image", "image": picture(*size, seed)}
-
-
-def chat(llm, *parts, **own):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
-    (output,) = llm.chat([{"role": "user", "content": content}], PARAMS, use_tqdm=False, **own)
-    return output
 
 
 def expected_text(rows, columns, num_each, num_whole):
@@ -101,10 +92,6 @@ def test_a_hit_changes_no_answer_wherever_it_ends(llm, cold):
         reused.add((again.cache_report.images_reused, again.cache_report.image_tokens_reused))
     assert len(reused) > 3, "it resumed at many places"
     assert max(reused)[0] >= 6
-
-
-def answer_of(llm, *parts):
-    return chat(llm, *parts).outputs[0].token_ids
 
 
 def test_another_image_another_shape_and_another_order_change_the_answer(cold):
