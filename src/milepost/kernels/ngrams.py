@@ -85,22 +85,25 @@ class NgramSequences:
 
     def read(self, part: StatePart, tokens: Tensor, places: Tensor) -> Tensor:
         """Returns [n, N], what the states before the sequences of `tokens` [n] have at `places`."""
-        where, own = self.where[tokens], slice(part.first, part.first + part.count * part.width)
-        states = self.states[:, own].unflatten(1, (part.count, part.width))
-        found = states[where.clamp(0, len(states) - 1), places]
+        where, own = (
+            self.where[tokens],
+            slice(part.first, part.first + part.num_tokens * part.width),
+        )
+        states = self.states[:, own].unflatten(1, (part.num_tokens, part.width))
+        found: Tensor = states[where.clamp(0, len(states) - 1), places]
         if self.records is None:
             return found
-        records = self.records[..., own].unflatten(2, (part.count, part.width))
+        records = self.records[..., own].unflatten(2, (part.num_tokens, part.width))
         place = self.place[tokens]
         recorded = records[where.clamp(0, len(records) - 1), place.clamp(min=0), places]
         return torch.where((place >= 0)[:, None], recorded, found)
 
 
 class StatePart(NamedTuple):
-    """Numbers of a state: `count` tokens, oldest first, with `width` numbers each."""
+    """Numbers of a state: `num_tokens` tokens, oldest first, with `width` numbers each."""
 
     first: int
-    count: int
+    num_tokens: int
     width: int
 
 
@@ -110,7 +113,7 @@ def continued(
     """Returns [n, N]: of `values` [T, N] those `back` tokens before each of `tokens` [n], or from
     the state where that lies before the step. `back` may be [n]."""
     index = tokens - sequences.begins[tokens]
-    places = (part.count + index - back).clamp(0, part.count - 1)
+    places = (part.num_tokens + index - back).clamp(0, part.num_tokens - 1)
     before = sequences.read(part, tokens, places)
     found = values[(tokens - back).clamp(min=0)]
     return torch.where((index < back)[:, None], before, found)
@@ -123,7 +126,8 @@ def last_of(
     first; those before the step come from the state."""
     back = torch.arange(count - 1, -1, -1, device=tokens.device).repeat(len(tokens))
     found = continued(sequences, values, part, tokens.repeat_interleave(count), back)
-    return found.unflatten(0, (len(tokens), count))
+    last: Tensor = found.unflatten(0, (len(tokens), count))
+    return last
 
 
 def encode_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:

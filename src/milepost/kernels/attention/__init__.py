@@ -142,8 +142,9 @@ class LatentOperation:
 
 
 def _lay_out(batch: Batch, tiling: Tiling) -> AttentionItems:
-    sequences = batch.starts, batch.lengths, batch.rows
-    return items.lay_out(*sequences, tiling, batch.tables, batch.num_decodes)
+    return items.lay_out(
+        batch.starts, batch.lengths, batch.rows, tiling, batch.tables, batch.num_decodes
+    )
 
 
 def _max_dequantised(batch: Batch, limit: int) -> int:
@@ -178,8 +179,7 @@ def prepare(
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
-    how = {"num_heads": num_heads, "order": operation.order}
-    return prepare.prepare(*common, kv, kv_rows, **how)
+    return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads, order=operation.order)
 
 
 def store_latents(

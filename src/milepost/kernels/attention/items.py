@@ -151,9 +151,9 @@ def tile(
 
 
 def lay_out(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    rows: Sequence[int],
+    starts: Sequence[int] | Ints,
+    lengths: Sequence[int] | Ints,
+    rows: Sequence[int] | Ints,
     tiling: Tiling,
     tables: NDArray[Any] | None = None,
     num_decodes: int = 0,
@@ -168,7 +168,8 @@ def lay_out(
     heads, wide_rows = tiling.heads_per_kv, tiling.shapes.wide_rows
     if heads > wide_rows:
         raise ValueError(f"heads_per_kv={heads} is more than wide_rows={wide_rows}")
-    starts, lengths, rows = (np.asarray(each, np.int64) for each in (starts, lengths, rows))
+    starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+    rows = np.asarray(rows, np.int64)
     if tiling.order.is_fixed:
         narrow, wide = tile_by_phase(starts, lengths, rows, num_decodes, tiling.wide_tokens)
         limit_to_window(narrow, tiling.window)

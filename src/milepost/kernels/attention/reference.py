@@ -61,6 +61,7 @@ def prepare(
         query_key = cast(normed, query_key.dtype)
     if angles is not None:
         query_key = turn(query_key, *angles)
+    query: Tensor
     query, key = query_key.split((num_heads, num_kv_heads), 1)
     store(kv, key, value, rows.tokens, rows.kv_rows)
     return query

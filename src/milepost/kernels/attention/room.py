@@ -69,7 +69,7 @@ def room_of(capacity: Capacity, tiling: Tiling) -> Room:
     )
 
 
-def lengthen(array: Ints, length: int) -> NDArray[np.int32]:
+def lengthen(array: Ints | NDArray[np.int32], length: int) -> NDArray[np.int32]:
     """Returns the array in int32, padded with zeros."""
     assert len(array) <= length, f"a step's {len(array)} rows do not fit a capacity of {length}"
     padded = np.zeros((length, array.shape[1]), np.int32)

@@ -133,4 +133,5 @@ def _lay_out_prefills(batch: Batch, window: int | None, piece: int | None) -> It
 def _rows_of(batch: Batch, tables: Any, places: Ints) -> Ints:
     """Returns the rows of the keys of tokens at these positions of the tables."""
     ordinals, offsets = np.divmod(places, batch.page_size)
-    return batch.tables[tables, ordinals].astype(np.int64) * batch.page_rows + offsets
+    pages: Ints = batch.tables[tables, ordinals].astype(np.int64)
+    return pages * batch.page_rows + offsets

@@ -85,6 +85,7 @@ def _tile(query: Tensor, kv: PagedKV, shared_query: Tensor | None, rows: int) ->
 
 def _run(call: AttentionCall, work: Tensor, tile: AttentionTile, tiles: KVTiles | None) -> None:
     if tiles is not None:
-        return portable.attend(call, work, tile.rows, tiles)
+        portable.attend(call, work, tile.rows, tiles)
+        return
     choice = table.choose(tile, probe(call.query.device))
-    return choice.kernel.run(call, work, tile.rows, choice.tiles)
+    choice.kernel.run(call, work, tile.rows, choice.tiles)

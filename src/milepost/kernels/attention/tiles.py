@@ -6,7 +6,7 @@ Legend: S sequences, T tokens, N tiles, P items.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,9 +54,9 @@ class ItemShapes(NamedTuple):
 
 
 def tile_all(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    rows: Sequence[int],
+    starts: Ints,
+    lengths: Ints,
+    rows: Ints,
     narrow_tokens: int,
     wide_tokens: int,
     page_size: int,
@@ -128,7 +128,7 @@ def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | N
     return bool(((pages[1:] == pages[:-1]) & are_long[1:] & are_long[:-1]).any())
 
 
-def _as_tiles(starts: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> Ints:
+def _as_tiles(starts: Ints, lengths: Ints, rows: Ints) -> Ints:
     """Returns a tile for each sequence that has tokens, [S, ITEM_SIZE]."""
     tiles = np.zeros((len(lengths), ITEM_SIZE), np.int64)
     tiles[:, TOKENS] = lengths

@@ -91,10 +91,11 @@ def add_norm(
 
 def add_up(values: Tensor, mail: RankBuffers) -> Tensor:
     """Returns the sum of all ranks' `values` [T, C]."""
-    sums = Sums(torch.empty_like(values, memory_format=torch.contiguous_format), None)
+    total = torch.empty_like(values, memory_format=torch.contiguous_format)
+    sums = Sums(total, None)
     residual = Residual(None, 0, None, 0.0)
     launch(_exchange_kernel, len(values), residual, values[:, None], sums, mail, 1.0)
-    return sums.total
+    return total
 
 
 def open_sums(hidden: Tensor, scale: Tensor, eps: float) -> tuple[Residual, Sums]:

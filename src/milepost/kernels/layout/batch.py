@@ -168,7 +168,7 @@ def padded(
     assert len(values) <= length, "a batch stays within its capacities"
     if len(values) == length:
         return np.array(values, dtype)
-    array = np.empty(length, dtype)
+    array: NDArray[Any] = np.empty(length, dtype)
     array[: len(values)] = values
     array[len(values) :] = filler
     return array

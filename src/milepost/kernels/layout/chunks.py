@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Batch
+from milepost.kernels.layout.batch import Batch, Ints
 
 TILE = 64
 """Tokens in a full tile."""
@@ -78,8 +78,8 @@ def lay_out_step(batch: Batch, chunk: int) -> ChunkLayout:
 
 
 def lay_out(
-    starts: Sequence[int],
-    lengths: Sequence[int],
+    starts: Sequence[int] | Ints,
+    lengths: Sequence[int] | Ints,
     exports: Sequence[tuple[int, int, int]] = (),
     *,
     chunk: int,
@@ -220,8 +220,8 @@ class ChunkRows:
 
 
 def lay_out_chunks(
-    starts: Sequence[int],
-    lengths: Sequence[int],
+    starts: Sequence[int] | Ints,
+    lengths: Sequence[int] | Ints,
     exports: Sequence[tuple[int, int, int]] = (),
     *,
     chunk: int,

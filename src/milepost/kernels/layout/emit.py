@@ -82,7 +82,9 @@ class Activations:
 
     def __len__(self) -> int:
         # Every launch asks; `len` of a tensor is a function in Python.
-        return self.fp8.num_rows if self.values is None else self.values.shape[0]
+        if self.values is not None:
+            return self.values.shape[0]
+        return self._rounded.num_rows
 
     @property
     def shape(self) -> torch.Size:
@@ -96,7 +98,7 @@ class Activations:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fp8.dtype if self.values is None else self.values.dtype
+        return self._rounded.dtype if self.values is None else self.values.dtype
 
     @property
     def device(self) -> torch.device:
@@ -114,8 +116,12 @@ class Activations:
     def _any(self) -> Tensor:
         if self.values is not None:
             return self.values
+        return self._rounded.values
+
+    @property
+    def _rounded(self) -> Fp8Rows:
         assert self.fp8 is not None, "rows were made in some form"
-        return self.fp8.values
+        return self.fp8
 
 
 Inputs = Tensor | Activations

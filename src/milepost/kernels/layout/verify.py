@@ -39,7 +39,7 @@ class VerifyLayout:
     @property
     def num_sequences(self) -> int:
         """S, including padding."""
-        return self.sequences.shape[1]
+        return int(self.sequences.shape[1])
 
 
 def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:
@@ -68,7 +68,7 @@ def _lay_out_prefills(batch: Batch, chunk: int) -> PrefillLayout:
         chunks=chunks.lay_out(
             batch.starts[decodes:],
             batch.lengths[decodes:],
-            [(sequence - decodes, *export) for sequence, *export in batch.exports],
+            [(sequence - decodes, end, slot) for sequence, end, slot in batch.exports],
             chunk=chunk,
             first=int(batch.lengths[:decodes].sum()),
             max_tokens=capacity.num_tokens,

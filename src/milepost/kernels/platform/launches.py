@@ -164,7 +164,7 @@ def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
     return (descriptor.base.dtype, *rest)
 
 
-def _types_of(constants: Iterable[object]) -> LaunchKind:
+def _types_of(constants: Iterable[Any]) -> LaunchKind:
     """Returns the types of constants, and of what is in those that are tuples."""
     constants = tuple(constants)
     types = tuple(map(type, constants))

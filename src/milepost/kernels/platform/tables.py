@@ -170,7 +170,8 @@ def fused(module: str) -> Callable[[Callable[A, R]], Callable[A, R]]:
     def decorate(definition: Callable[A, R]) -> Callable[A, R]:
         @wraps(definition)
         def operation(*args: A.args, **options: A.kwargs) -> R:
-            if not runs_triton(args[0]):
+            tensor: Any = args[0]
+            if not runs_triton(tensor):
                 return definition(*args, **options)
             computed: R = _find(module, definition.__name__)(*args, **options)
             return computed

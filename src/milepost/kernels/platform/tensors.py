@@ -65,7 +65,10 @@ def parts_of(delta: Tensor | None) -> tuple[int, int, int]:
     from row to row and from part to part."""
     if delta is None:
         return 0, 0, 0
-    return (1, delta.stride(0), 0) if delta.dim() == 2 else (delta.shape[1], *delta.stride()[:2])
+    if delta.dim() == 2:
+        return 1, delta.stride(0), 0
+    rows, parts, _ = delta.stride()
+    return delta.shape[1], rows, parts
 
 
 # Kernels step through a row or slot element by element: any other layout would be misread silently.

@@ -10,8 +10,7 @@ experts of a token.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +67,34 @@ def reads(weight: Form) -> Emit:
     blocks with a scale each, else values."""
     rounds = isinstance(weight, Fp8) and weight.depth == BLOCK and weight.input_scale is None
     return Emit.FP8 if rounds else Emit.VALUES
+
+
+@overload
+def multiply(
+    rows: Inputs,
+    weight: Form,
+    bias: Tensor | None = ...,
+    *,
+    epilogue: Epilogue = ...,
+    emit: Literal[Emit.VALUES] = ...,
+    into: Tensor | None = ...,
+    launch_dependents: bool = ...,
+    order: SumOrder = ...,
+) -> Tensor: ...
+
+
+@overload
+def multiply(
+    rows: Inputs,
+    weight: Form,
+    bias: Tensor | None = ...,
+    *,
+    epilogue: Epilogue = ...,
+    emit: Emit,
+    into: Tensor | None = ...,
+    launch_dependents: bool = ...,
+    order: SumOrder = ...,
+) -> Inputs: ...
 
 
 def multiply(
@@ -225,8 +252,12 @@ def route(
     """Chooses experts as `experts_reference.route`, with its arguments. Experts are int64, or int32
     on a GPU."""
     if not runs_triton(logits):
-        define = partial(experts_reference.route, num_chosen=num_chosen, **how)
-        return in_blocks(define, logits) if order.is_fixed else define(logits)
+
+        def define(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return experts_reference.route(rows, num_chosen, **how)
+
+        weights, experts = in_blocks(define, logits) if order.is_fixed else define(logits)
+        return weights, experts
     from milepost.kernels.products import routing
 
     return routing.route(logits, num_chosen, **how)
@@ -251,8 +282,9 @@ def mix(
             return mixed
     hidden = values_of(given)
     if isinstance(up, Raw) and isinstance(down, Raw):
-        given = hidden, routing_weights, experts, up.values, down.values
-        mixed = experts_reference.apply(*given, limit=limit, order=up.order)
+        weights = up.values, down.values
+        chosen = routing_weights, experts
+        mixed = experts_reference.apply(hidden, *chosen, *weights, limit=limit, order=up.order)
         return mixed.unsqueeze(1)
     assert not isinstance(up, RawForm), "experts have one form"
     assert not isinstance(down, RawForm), "experts have one form"

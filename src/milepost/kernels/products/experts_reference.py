@@ -105,7 +105,7 @@ def route(
 
 def _among_best_groups(wanted: Tensor, scores: Scores) -> Tensor:
     """Returns `wanted` [T, X], with minus infinity in all but the best groups."""
-    groups = wanted.unflatten(-1, (scores.num_groups, -1))
+    groups: Tensor = wanted.unflatten(-1, (scores.num_groups, -1))
     sums = groups.topk(2, dim=-1).values.sum(-1)
     best = sums.topk(scores.num_groups_chosen, dim=-1).indices
     is_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)

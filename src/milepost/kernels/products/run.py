@@ -10,7 +10,7 @@ token, I an expert's size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from milepost.kernels.platform.device import Chip, probe
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_contiguous, check_rows
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
-from milepost.kernels.products.forms import Epilogue, Form, Matrix, Raw
+from milepost.kernels.products.forms import Epilogue, Form, KernelForm, Matrix, Packed, Raw
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.table import PRODUCTS, Product
 
+F = TypeVar("F", bound=KernelForm)
 _UNROUNDED = Epilogue.PARTIALS, Epilogue.FLOAT32
 
 
@@ -125,9 +126,9 @@ class RoutedRows(NamedTuple):
     """[T, N]"""
     experts: Tensor
     """[T, N] int32; no token has an expert twice."""
-    up: Form
+    up: KernelForm
     """[X, 2 * I, H], gates before ups, or [X, I, H] for experts that square a ReLU."""
-    down: Form
+    down: KernelForm
     """[X, H, I]"""
     limit: float = 0.0
     """Limit of SwiGLU's factors: see `norm.silu_mul`. 0 if there is none."""
@@ -141,14 +142,20 @@ class RoutedRows(NamedTuple):
         """The rows in the model's dtype."""
         return values_of(self.rows)
 
+    def weights(self, form: type[F]) -> tuple[F, F]:
+        """Returns `up` and `down`, whose form the table has checked."""
+        up, down = self.up, self.down
+        assert isinstance(up, form), "the kernel's form"
+        assert isinstance(down, form), "the kernel's form"
+        return up, down
+
     @property
     def num_routed(self) -> int:
         return self.experts.numel()
 
     @property
     def num_experts(self) -> int:
-        weight = self.up.values if isinstance(self.up, Raw) else self.up.scales
-        return len(weight)
+        return len(self.up.values if isinstance(self.up, Raw) else self.up.scales)
 
     @property
     def size(self) -> int:
@@ -201,6 +208,8 @@ def run_mixture(
         check_contiguous(up=up.values, down=down.values, experts=experts)
     elif not _suits(rows, up, down):
         return None
+    assert not isinstance(up, Packed), "a form of kernels"
+    assert not isinstance(down, Packed), "a form of kernels"
     return run_chosen(RoutedRows(rows, routing_weights, experts, up, down, limit))
 
 

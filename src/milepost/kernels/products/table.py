@@ -68,7 +68,7 @@ class Product(NamedTuple):
         """Whether it is a matrix-vector product whose scales belong to whole blocks."""
         return self.num_rows == 1 and self.weight.has_whole_groups
 
-    def count(self, unit: str) -> float:  # noqa: ARG002
+    def count(self, unit: str) -> int:  # noqa: ARG002
         return self.num_rows
 
     def why_not(self, kernel: Kernel[Any]) -> str:

@@ -128,7 +128,7 @@ def _decode(
     kernel = _choose(DECODES, mixer, num_sequences, states)
     fp8 = None
     if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
-        fp8 = room_for(*output.shape, output, Emit.BOTH, order=order)
+        fp8 = room_for(num_sequences, mixer.sizes.width, output, Emit.BOTH, order=order)
     kernel.run(mixer, states.decodes(), output, arrivals, fp8)
     return handed_on(output, fp8)
 
@@ -143,7 +143,8 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
     kernel.run(mixer, layout.chunk, pool, chunks, tensors)
     kernel = _choose(OUTPUTS, mixer, num_tokens, states, layout.chunk)
     output = tensors.v.new_empty(num_tokens, mixer.sizes.width)
-    fp8 = room_for(*output.shape, output, emit if mixer.sizes.own == BLOCK else Emit.VALUES)
+    emit = emit if mixer.sizes.own == BLOCK else Emit.VALUES
+    fp8 = room_for(num_tokens, mixer.sizes.width, output, emit)
     kernel.run(mixer, layout.chunk, chunks, tensors, output, fp8)
     return handed_on(output, fp8)
 

@@ -59,7 +59,8 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
         high1, low1 = _product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return torch.broadcast_tensors(c0, c1, c2, c3)
+    words: tuple[Tensor, ...] = torch.broadcast_tensors(c0, c1, c2, c3)
+    return words
 
 
 def _product(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,8 @@ def lay_out(batch: Batch, num_taps: int, *, in_slots: bool = False) -> ShortConv
         kept, rows = find_places(batch, range(decodes, len(batch.starts)), in_slots=in_slots)
         places = zip(kept[:, 0] - decodes, kept[:, 1], rows, strict=True)
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
-        windows = conv.lay_out_windows(
-            starts, lengths, [tuple(map(int, place)) for place in places], num_taps, device
-        )
+        exports = [(int(sequence), int(end), int(row)) for sequence, end, row in places]
+        windows = conv.lay_out_windows(starts, lengths, exports, num_taps, device)
         # Where a sequence stops is among the places already, if it is written at all.
         windows = replace(windows, kept=windows.kept[len(starts) :])
     return ShortConvRows(

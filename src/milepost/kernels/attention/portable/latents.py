@@ -37,7 +37,8 @@ def store_latents(
     if turned is not None:
         cosines, sines, query = turned
         check_rows(shared_query=query, cosines=cosines, sines=sines)
-        turn = _TurnArguments(query, *query.stride()[:2], cosines, sines, cosines.stride(0))
+        row, head, _ = query.stride()
+        turn = _TurnArguments(query, row, head, cosines, sines, cosines.stride(0))
         heads = query.shape[1]
     _store_latents_kernel[(len(projected), 1 + cdiv(heads, _HEADS_AT_ONCE))](
         projected,

@@ -53,7 +53,7 @@ class AttentionTile(NamedTuple):
     def form(self) -> type[Any]:
         return LatentTiles if self.is_latent else WideTiles if self.is_wide else NarrowTiles
 
-    def count(self, unit: str) -> float:  # noqa: ARG002
+    def count(self, unit: str) -> int:  # noqa: ARG002
         return self.rows
 
     def why_not(self, kernel: object) -> str:  # noqa: ARG002

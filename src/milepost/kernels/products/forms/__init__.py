@@ -41,7 +41,9 @@ class Packed:
     """See `Values`."""
 
     def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self.values, bias, "none", [], "")
+        multiply = torch.ops.mkldnn._linear_pointwise
+        product: Tensor = multiply(rows, self.values, bias, "none", [], "")
+        return product
 
 
 def pack(raw: Raw) -> Packed | None:
@@ -65,6 +67,8 @@ def pack(raw: Raw) -> Packed | None:
 
 RawForm = Raw | Packed
 Form = RawForm | Fp8 | Int8 | Int4 | Fp4
+KernelForm = Raw | Fp8 | Int8 | Int4 | Fp4
+"""The forms that kernels read."""
 
 
 class Epilogue(Enum):

@@ -16,15 +16,16 @@ Legend: O outputs, I inputs, T tokens; any leading dimensions (experts).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from milepost.kernels.platform.tables import SumOrder
+from milepost.kernels.platform.tensors import BLOCK as BLOCK
+from milepost.kernels.platform.tensors import FP8 as FP8
+from milepost.kernels.platform.tensors import FP8_MAX as FP8_MAX
 from milepost.kernels.platform.tensors import (
-    BLOCK,
-    FP8,
-    FP8_MAX,
     INT8_MAX,
     LEAST_SCALE,
     accumulation_dtype,
@@ -192,7 +193,8 @@ FP4_LANE = 64
 def nth(stack: Quantised, index: int) -> Quantised:
     """Returns one matrix of a stack."""
     values = {each.name: getattr(stack, each.name) for each in fields(stack)}
-    return replace(stack, **{k: v[index] for k, v in values.items() if isinstance(v, Tensor)})
+    own: dict[str, Any] = {k: v[index] for k, v in values.items() if isinstance(v, Tensor)}
+    return replace(stack, **own)
 
 
 def widen_e2m1(q: Tensor) -> Tensor:
@@ -213,7 +215,8 @@ def lane_of(group: int) -> int:
 def pack(q: Tensor, lane: int) -> Tensor:
     """Packs four-bit numbers [..., I] uint8 as in `Int4.packed`; I is a multiple of 2 * lane."""
     pieces = q.unflatten(-1, (-1, 2, lane))
-    return (pieces[..., 0, :] | pieces[..., 1, :] << 4).flatten(-2)
+    packed: Tensor = pieces[..., 0, :] | pieces[..., 1, :] << 4
+    return packed.flatten(-2)
 
 
 def unpack(packed: Tensor, lane: int) -> Tensor:

@@ -63,8 +63,7 @@ class ScaledStages(NamedTuple):
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    up, down = routed.up, routed.down
-    assert type(routed.up) is type(routed.down) is Fp8, "the kernel's form"
+    up, down = routed.weights(Fp8)
     rows, row_scales = round_lines(routed.rows, up, routed.chip)
     given = gather(rows, row_scales, routed.experts, routed.num_experts, BLOCK_M)
     active = ExpertOutput(*new_rounded(routed, len(given.rows)))

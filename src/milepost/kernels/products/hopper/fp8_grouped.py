@@ -56,8 +56,7 @@ class TurnStages(NamedTuple):
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    up, down = routed.up, routed.down
-    assert type(routed.up) is type(routed.down) is Fp8, "the kernel's form"
+    up, down = routed.weights(Fp8)
     groups = group_many(routed.experts, routed.num_experts, 2 * _ROWS)
     active = RowBase(*new_rounded(routed, groups.blocks.shape[1] * 2 * _ROWS))
     rows = RowBase(*round_rows(routed.rows, up, routed.chip, are_few=False))

@@ -207,7 +207,7 @@ def add_block(acc, b_w, b_x, sums, scale, zero, GROUP: gl.constexpr):
         return acc + product * (scale[:, None] * b_sum)
 
 
-def _unpacking(power):
+def _unpacking(power: str) -> gl.constexpr:
     """Returns code that splits four bytes into their low and high halves, in 16 bits each, beside a
     power of two."""
     return gl.constexpr(f"""{{

@@ -68,8 +68,7 @@ class HalvedStages(NamedTuple):
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    up, down = routed.up, routed.down
-    assert type(routed.up) is type(routed.down) is Int4, "the kernel's form"
+    up, down = routed.weights(Int4)
     given = gather(routed.values, None, routed.experts, routed.num_experts, BLOCK_M)
     active = routed.values.new_empty(len(given.rows), routed.size)
     boxes = _boxes(given.rows, up), _boxes(active, down)

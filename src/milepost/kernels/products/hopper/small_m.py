@@ -58,7 +58,7 @@ class SmallShape(NamedTuple):
     launch_dependents: bool = True
 
     @staticmethod
-    def of(weight: Any, tiles: Any, block_k: int, **how: int) -> SmallShape:
+    def of(weight: Any, tiles: Any, block_k: int, **how: Any) -> SmallShape:
         num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
         block_n, split_k = tiles.block_n, tiles.split_k
         num_tiles, num_steps = cdiv(num_outputs, block_n), num_inputs // (split_k * block_k)
@@ -92,7 +92,7 @@ class SmallProduct(NamedTuple):
     rows are O elements apart unless a stride is given."""
 
     scales: Any
-    base: Any
+    base: Tensor
     num_tokens: Any
     stride: Any = None
 

@@ -28,7 +28,6 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
     """Multiplies rows one at a time by a weight of any form: see `products.run`."""
     hidden, weight, output = given.values, given.weight, given.output()
     assert not isinstance(weight, Packed), "a form of kernels"
-    tile = {**tiles.sizes, "is_gated": given.is_gated}
     _gemv_kernel[(cdiv(output.shape[-1], tiles.block_n), len(hidden))](
         hidden,
         None,
@@ -39,7 +38,7 @@ def run(given: Multiplication, tiles: GemvTiles) -> Tensor:
         hidden.stride(0),
         output.stride(0),
         MULTIPLY=gemv_step.choose(weight),
-        SHAPE=ProductShape.of(weight, given.chip, **tile),
+        SHAPE=ProductShape.of(weight, given.chip, is_gated=given.is_gated, **tiles.sizes),
         num_warps=tiles.num_warps,
         **OVERLAPPED,
     )

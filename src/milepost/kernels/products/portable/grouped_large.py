@@ -20,7 +20,7 @@ from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.numerics import activate, decode, encode, scale_of
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms import Raw
-from milepost.kernels.products.forms.quantised import BLOCK, FP8
+from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp8
 from milepost.kernels.products.grouping import Groups, group_many
 from milepost.kernels.products.portable.grouped import RowBase, RowGroups, find_block
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
@@ -66,6 +66,7 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
         weights = up.values.view(-1, 1 + is_gated, size, num_inputs)
         box = [1, 1 + is_gated, block_n, _RAW_DEPTH]
     else:
+        assert isinstance(up, Fp8), "the kernel's forms"
         weights, block_n, box = readable(up.values, chip).view(-1, num_inputs), BLOCK, [BLOCK] * 2
     cut = {"block_n": block_n, "block_k": box[-1]}
     shape = ProductShape.of(up, chip, is_gated=is_gated, limit=routed.limit, **cut)
@@ -217,6 +218,7 @@ def project_down(active: RoundedRows, routed: RoutedRows, output: Tensor, groups
     """Fills `output` [P, H], by routed token, with the routing weights times `active` [P, I], by
     `groups.order`, through `down`. `groups` must have no gaps."""
     (values, scales), down, chip = active, routed.down, routed.chip
+    assert isinstance(down, Raw | Fp8), "the kernel's forms"
     depth, num_programs = BLOCK, chip.num_sms
     if is_raw := isinstance(down, Raw):
         depth, num_programs = _RAW_DEPTH, _PROGRAMS * chip.num_sms
@@ -227,7 +229,7 @@ def project_down(active: RoundedRows, routed: RoutedRows, output: Tensor, groups
         TensorDescriptor.from_tensor(
             readable(down.values, chip).view(-1, shape.inputs), [_BLOCK_N, depth]
         ),
-        None if is_raw else down.scales,
+        None if isinstance(down, Raw) else down.scales,
         routed.routing_weights,
         output,
         RowGroups(groups.order, groups.blocks, groups.num_blocks),

@@ -106,8 +106,8 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     """Returns rows as a GEMM takes them. Many are rounded, or added up, by a launch here; if they
     `are_few` the GEMM does so itself, which costs less than a launch."""
     rows = as_activations(rows)
-    is_summed = isinstance(weight, Int4) and weight.group >= FP4_LANE
-    if is_summed and (weight.order.is_fixed or not are_few):
+    sums = weight.order.is_fixed or not are_few
+    if sums and isinstance(weight, Int4) and weight.group >= FP4_LANE:
         values = values_of(rows)
         return values, sum_rows(values, min(weight.group, BLOCK))
     keeps_rows = isinstance(weight, Fp8) and not chip.rounds_to_fp8

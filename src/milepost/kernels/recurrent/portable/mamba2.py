@@ -51,7 +51,8 @@ def _discretise(mixer: Mixer, mixed: Tensor, chunks: PrefillChunks, chunk: int) 
     of_tokens = mixed.new_empty(3, sizes.heads, len(mixed), dtype=torch.float32)
     decays = mixed.new_empty(num_chunks, sizes.heads, dtype=torch.float32)
     h = mixed.new_empty(num_chunks, sizes.heads, sizes.own, sizes.shared)
-    tensors = ssd.SSDTensors(mixed, *of_tokens.unbind(), decays, h)
+    steps, sums, to_end = of_tokens.unbind()
+    tensors = ssd.SSDTensors(mixed, steps, sums, to_end, decays, h)
     operands = mixer.inputs.strengths, len(mixed), mixer.weights, chunks, tensors
     options = {"num_warps": 4, **OVERLAPPED}
     grid = triton.cdiv(sizes.heads, _HEADS), num_chunks

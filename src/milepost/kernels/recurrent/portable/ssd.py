@@ -61,7 +61,7 @@ def chunk_fwd_o(mixer: Mixer, chunk: int, chunks: PrefillChunks, tensors: SSDTen
     """Returns outputs before gates and norm [T, I]."""
     sizes, mixed = mixer.sizes, tensors.mixed
     is_wide = mixed.dtype == torch.float32
-    y = mixed.new_empty(len(mixed), sizes.width)
+    y: Tensor = mixed.new_empty(len(mixed), sizes.width)
     num_tiles = len(tensors.h) * triton.cdiv(chunk, _ROWS)
     each = _choose_heads(sizes, num_tiles, num_sms(mixed.device))
     columns = _ROWS if is_wide else max(_ROWS, chunk)

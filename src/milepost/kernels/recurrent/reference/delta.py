@@ -189,7 +189,7 @@ def _solve(
     key: Tensor,
     decay_sums: Tensor,
     system: Tensor,
-    sides: Sequence[Tensor],
+    sides: tuple[Tensor, Tensor],
     scores: Tensor,
 ) -> ReferenceChunks:
     """Returns the chunks of unit queries and keys [N, ..., C, K], given the triangular system of

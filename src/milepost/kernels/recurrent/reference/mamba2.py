@@ -134,9 +134,9 @@ def prefill(
 
     def advance(first: int, size: int, state: Tensor) -> None:
         rows, is_token = (each[first : first + size] for each in (layout.tokens, layout.is_token))
-        inputs = (each[rows].to(dtype) for each in (x, b, c))
+        own_x, own_b, own_c = (each[rows].to(dtype) for each in (x, b, c))
         steps = dt[rows].to(dtype).masked_fill_(~is_token[..., None], 0)
-        output[rows[is_token]] = _advance(*inputs, steps, rate, state)[is_token]
+        output[rows[is_token]] = _advance(own_x, own_b, own_c, steps, rate, state)[is_token]
 
     carry_states(advance, pool, slot_in, slot_out, layout, dtype)
     return output.addcmul_(x.to(dtype), skip[:, None])
@@ -150,7 +150,7 @@ def _advance(x: Tensor, b: Tensor, c: Tensor, dt: Tensor, rate: Tensor, state: T
     """
     groups = (b.shape[2], -1)
     b, c = b.transpose(1, 2)[:, :, None], c.transpose(1, 2)[:, :, None]  # [n, G, 1, L, N]
-    written = (x * dt[..., None]).transpose(1, 2).unflatten(1, groups)  # [n, G, R, L, P]
+    written: Tensor = (x * dt[..., None]).transpose(1, 2).unflatten(1, groups)  # [n, G, R, L, P]
     before = state.unflatten(1, groups)
     sums = (dt * rate).cumsum(1).transpose(1, 2).unflatten(1, groups)[..., None]  # [n, G, R, L, 1]
     total = sums[..., -1:, :]
@@ -159,4 +159,5 @@ def _advance(x: Tensor, b: Tensor, c: Tensor, dt: Tensor, rate: Tensor, state: T
     output = scores @ written
     output.add_((c @ before.mT).mul_(sums.exp()))
     before.mul_(total.exp()).add_((written * (total - sums).exp()).mT @ b)
-    return output.flatten(1, 2).transpose(1, 2)
+    read: Tensor = output.flatten(1, 2).transpose(1, 2)
+    return read

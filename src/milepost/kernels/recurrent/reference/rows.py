@@ -132,7 +132,7 @@ def lay_out_rows(batch: Batch, *, conv_width: int, chunk: int) -> MixerRows:
     prefills = None
     if decodes < len(batch.starts):
         starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
-        exports = [(sequence - decodes, *export) for sequence, *export in batch.exports]
+        exports = [(sequence - decodes, end, slot) for sequence, end, slot in batch.exports]
         prefills = PrefillRows(
             slot_in=slot_in[decodes:],
             slot_out=slot_out[decodes:],
