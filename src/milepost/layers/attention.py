@@ -234,8 +234,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Writes KV; returns queries [T, H, E] and the whole projection."""
         norms = self.norms
-        how = {"launch_dependents": ctx.decodes, "order": ctx.order}
-        projected = self.qkv_gate(rows, **how)
+        projected = self.qkv_gate(rows, launch_dependents=ctx.decodes, order=ctx.order)
         if norms is not None and norms.is_whole:
             self._norm_whole(projected, norms)
             norms = None

@@ -121,7 +121,8 @@ class GridConv(nn.Module):
         pictures = zip((gate_in * values).split(lengths), layout.grids, strict=True)
         mixed = [self._convolve(own, grid) for own, grid in pictures]
         joined = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return self.out(gate_out * joined, is_fixed=layout.is_fixed)
+        output: Tensor = self.out(gate_out * joined, is_fixed=layout.is_fixed)
+        return output
 
     def _convolve(self, rows: Tensor, grid: Grid) -> Tensor:
         """Convolves the frames of one picture, whose patches come token by token."""
@@ -169,4 +170,5 @@ class GridAttention(nn.Module):
         repeated = (each.repeat_interleave(times, 1) for each in (key, value))
         projected = torch.cat((query, *repeated), 1).flatten(1)
         attended = vision.attend(projected, layout.angles, self._num_heads, layout.frames)
-        return self.out(attended, is_fixed=layout.is_fixed)
+        output: Tensor = self.out(attended, is_fixed=layout.is_fixed)
+        return output

@@ -5,6 +5,8 @@ Legend: T tokens, S streams, C hidden size, P split-K partials, R low rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
+from milepost.layers.modules import module_list
 from milepost.layers.norm import over_ranks, place_scale
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Numbers, Part, partials, run_parts
@@ -87,7 +90,7 @@ class HyperBlock(nn.Module):
 
     def __init__(self, part: Part, connection: HyperConnection) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([part])
+        self.parts: Sequence[Part] = module_list([part])
         self.connection = connection
 
     def run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from milepost.kernels import products
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Form, Raw
+from milepost.layers.modules import module_list
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import (
     WeightSlot,
@@ -25,7 +26,7 @@ from milepost.layers.weight_slots import (
     cut_outputs,
     place_scattered,
 )
-from milepost.layers.weights import RawWeight, Weight
+from milepost.layers.weights import Precision, RawWeight, Weight
 from milepost.parallel import Cut
 
 Sections = Sequence[tuple[str | None, int]]
@@ -86,8 +87,10 @@ class Linear(nn.Module):
         self.is_tied = weight is not None
         self._orders = orders or {}
         self._cuts, self._inputs = cuts or {}, inputs
-        precisions, sizes, start = [], [], 0
-        self._sections = []
+        precisions: list[Precision] = []
+        sizes: list[int] = []
+        start = 0
+        self._sections: list[_Section] = []
         for name, count in sections:
             precision = scope.precision(name) if name is not None else precisions[-1]
             if precision not in precisions:
@@ -98,16 +101,17 @@ class Linear(nn.Module):
             sizes[group] += count
             start += count
         self._num_outputs = start
-        made = [
+        made: list[Weight] = [
             precision.matrix(size, num_inputs, scope) if weight is None else weight
             for precision, size in zip(precisions, sizes, strict=True)
         ]
-        self.weights = nn.ModuleList(made)
+        self.weights = module_list(made)
         self._has_bias = bias
         # An output that is summed over all ranks gets its bias from one rank only.
         bias = bias and (scope.ranks.rank == 0 or inputs is None or inputs.is_whole)
         self.biases = nn.ParameterList(scope.empty(size) for size in sizes) if bias else None
-        self._weight, self._bias = made[0], self.biases[0] if bias else None
+        self._weight = made[0]
+        self._bias = None if self.biases is None else self.biases[0]
         self._is_fused = len(made) == 1
         self.reads = Emit.joined(products.reads(each.form) for each in made)
         """The form of rows that its products read."""
@@ -121,6 +125,28 @@ class Linear(nn.Module):
     def weight_forms(self) -> list[Form]:
         """The form of each of its weights."""
         return [weight.form for weight in self.weights]
+
+    @overload
+    def multiply(
+        self,
+        rows: Inputs,
+        *,
+        epilogue: Epilogue = ...,
+        emit: Literal[Emit.VALUES] = ...,
+        launch_dependents: bool = ...,
+        order: SumOrder = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def multiply(
+        self,
+        rows: Inputs,
+        *,
+        epilogue: Epilogue = ...,
+        emit: Emit,
+        launch_dependents: bool = ...,
+        order: SumOrder = ...,
+    ) -> Inputs: ...
 
     def multiply(
         self,
@@ -145,8 +171,7 @@ class Linear(nn.Module):
                 launch_dependents=launch_dependents,
                 order=order,
             )
-        how = {"launch_dependents": launch_dependents, "order": order}
-        output = self._multiply_apart(rows, **how)
+        output = self._multiply_apart(rows, launch_dependents=launch_dependents, order=order)
         if epilogue is not Epilogue.GATED:
             return output
         return products.gate(output, emit, order=self.scope.order)

@@ -65,7 +65,8 @@ class Merger(nn.Module):
             merged = self.merged_norm.add(merged, None)[1]
         is_fixed = run.layout.is_fixed
         inner = by_rows(F.gelu, self.first(merged, is_fixed=is_fixed), is_fixed=is_fixed)
-        return self.second(inner, is_fixed=is_fixed)
+        tokens: Tensor = self.second(inner, is_fixed=is_fixed)
+        return tokens
 
 
 class SquaredMerger(nn.Module):
@@ -97,4 +98,5 @@ class SquaredMerger(nn.Module):
         normed = values_of(self.norm.add(hidden.view(-1, self._size), None)[1])
         is_fixed = run.layout.is_fixed
         units = self.first(normed, is_fixed=is_fixed).relu().square()
-        return self.second(units, is_fixed=is_fixed)
+        tokens: Tensor = self.second(units, is_fixed=is_fixed)
+        return tokens

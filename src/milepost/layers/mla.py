@@ -125,11 +125,11 @@ class MLA(nn.Module):
         """Returns the output, or split-K partials [T, S, C] of it."""
         shapes, layout = self.shapes, ctx.step.layouts[self.operation]
         query_part, shared, kv, gate = self._prepare(rows, ctx, number, layout)
-        how = {"order": self.scope.order}
-        query = multiply_heads(query_part, self.up_key, **how)
+        order = self.scope.order
+        query = multiply_heads(query_part, self.up_key, order=order)
         scale = shapes.key_dim**-0.5
         attended = values_of(attention.attend(query, None, kv, layout, scale, shared_query=shared))
-        output = multiply_heads(attended.view(query.shape), self.up_value.mT, gate, **how)
+        output = multiply_heads(attended.view(query.shape), self.up_value.mT, gate, order=order)
         return self.out(output.flatten(1), epilogue=Epilogue.PARTIALS)
 
     def store(self, rows: Inputs, ctx: Context, number: int) -> None:

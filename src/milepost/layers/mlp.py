@@ -63,7 +63,6 @@ class MLP(nn.Module):
 
     def _units(self, rows: Inputs, *, order: SumOrder) -> Inputs:
         if self.is_gated and not self.limit:
-            how = {"emit": self.down.reads, "order": order}
-            return self.up(rows, epilogue=Epilogue.GATED, **how)
+            return self.up(rows, epilogue=Epilogue.GATED, emit=self.down.reads, order=order)
         units = self.up(rows, order=order)
         return norm.silu_mul(units, self.limit) if self.is_gated else norm.relu_squared(units)

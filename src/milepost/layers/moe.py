@@ -108,7 +108,10 @@ class MoE(nn.Module):
             shared_units=_units(shapes.shared_size, scope) if self.num_joint else units,
         )
         self.experts = precision.experts(sizes, names, scope)
-        self.latent_in = self.latent_out = self.shared = self.shared_gate = None
+        self.latent_in: Linear | None = None
+        self.latent_out: Linear | None = None
+        self.shared: MLP | None = None
+        self.shared_gate: Linear | None = None
         if shapes.latent_size:
             self.latent_in = Linear(hidden_size, (("fc1_latent_proj", inner_size),), scope)
             self.latent_out = Linear(inner_size, (("fc2_latent_proj", hidden_size),), scope)
@@ -148,23 +151,24 @@ class MoE(nn.Module):
         """Computes `run`; tokens from `num_real` [1] on are padding."""
         is_precise = self.shapes.scores.kind == "sigmoid"
         epilogue = Epilogue.FLOAT32 if is_precise else Epilogue.PARTIALS
-        how = {"order": order}
-        logits = self.router(rows, epilogue=epilogue, **how)[..., : self.num_logits]
-        inputs = rows if self.latent_in is None else self.latent_in(rows, **how)
+        logits = self.router(rows, epilogue=epilogue, order=order)[..., : self.num_logits]
+        inputs = rows if self.latent_in is None else self.latent_in(rows, order=order)
         shares, experts = self._route(logits, rows.dtype, num_real)
         partials = self.experts.mix(inputs, shares, experts, self.shapes.limit)
         if self.latent_out is not None:
-            partials = self.latent_out(partials.sum(1), **how)[:, None]
-        if self.shared_gate is not None:
-            shared = self.shared(rows, **how)
-            partials[:, 0].addcmul_(self._gate_shared(rows, **how), shared)
-        elif self.shared is not None:
-            partials[:, 0].add_(self.shared(rows, **how))
+            partials = self.latent_out(partials.sum(1), order=order)[:, None]
+        if self.shared is not None:
+            shared = self.shared(rows, order=order)
+            if self.shared_gate is None:
+                partials[:, 0].add_(shared)
+            else:
+                share = self._share(self.shared_gate(rows, order=order))
+                partials[:, 0].addcmul_(share, shared)
         return partials
 
-    def _gate_shared(self, rows: Inputs, **how: SumOrder) -> Tensor:
-        """Returns the shared expert's share [T, 1]."""
-        gate = self.shared_gate(rows, **how)
+    def _share(self, gate: Tensor) -> Tensor:
+        """Returns the shared expert's share [T, 1] by the output of its gate, which it may
+        overwrite."""
         # On a CPU the last elements of a tensor are computed in another way than the others.
         is_split = self.scope.order.is_fixed and not gate.is_cuda
         return in_blocks(torch.sigmoid, gate) if is_split else gate.sigmoid_()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import mtp
+from milepost.kernels.layout.emit import values_of
 from milepost.kernels.mtp import Carried, CarryOperation, CarryRows
 from milepost.layers.attention import Attention
 from milepost.layers.context import Context, PictureRows
@@ -32,7 +33,7 @@ from milepost.layers.linear import Linear
 from milepost.layers.mla import MLA
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer
+from milepost.layers.parts import Layer, ResidualBlock
 
 FIRST_ROW = 1
 """The first row that is read."""
@@ -87,6 +88,7 @@ class MTPHead(nn.Module):
         joined = self._join(token_ids, table, hidden, (ctx.carried, rows), ctx.pictures)
         mtp.keep(hidden, ctx.carried, rows)
         block, ((number,), *_) = self.layer.blocks[0], self.layer.numbers
+        assert isinstance(block, ResidualBlock), "the head adds to one stream"
         assert block.pre is not None, "a norm stands before the head's attention"
         _, normed = block.pre.add(joined, None)
         self.attention.store(normed, ctx, number)
@@ -97,7 +99,7 @@ class MTPHead(nn.Module):
         hidden, delta = self._join(token_ids, table, before), None
         for block, numbers in zip(self.layer.blocks, self.layer.numbers, strict=True):
             hidden, delta = block.run(hidden, delta, ctx, numbers, ends=False)
-        return self.norm.add(hidden, delta)[1]
+        return values_of(self.norm.add(hidden, delta)[1])
 
     def _join(
         self,

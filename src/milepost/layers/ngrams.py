@@ -9,6 +9,7 @@ that the convolution reaches back, O order of the largest n-gram.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from milepost.errors import ConfigError, WeightsError
 from milepost.kernels import ngrams, residual
-from milepost.kernels.layout.emit import Emit
+from milepost.kernels.layout.emit import Emit, Inputs, values_of
 from milepost.kernels.ngrams import NgramOperation, NgramSequences, StatePart
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
+from milepost.layers.modules import module_list
 from milepost.layers.norm import place_scale
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Numbers
+from milepost.layers.parts import Numbers, Part
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
 _NORMS = ("norm_key", "norm_query", "norm_conv")
@@ -113,17 +115,17 @@ class NgramPart(nn.Module):
         """Numbers of a state: inputs of the convolution, then digits of ids."""
         return self.shapes.reach * self.size + (self.shapes.order - 1) * ngrams.NUM_DIGITS
 
-    def run(self, streams: Tensor, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
         """Returns what is added to the streams; reads and writes what slots carry."""
-        shapes, carried = self.shapes, ctx.carried
+        shapes, carried, streams = self.shapes, ctx.carried, values_of(rows)
         assert carried is not None, "slots carry what n-grams reach back to"
-        rows = ctx.step.layouts[self.operation]
+        carry_rows = ctx.step.layouts[self.operation]
         columns = slice(self.carried_from, self.carried_from + self.carried_size)
         if not len(streams):  # accepted drafts alone are folded
-            nothing = streams.new_zeros(len(rows.targets), self.carried_size)
-            ngrams.keep_states(nothing, nothing[:0], carried, rows, columns)
+            nothing = streams.new_zeros(len(carry_rows.targets), self.carried_size)
+            ngrams.keep_states(nothing, nothing[:0], carried, carry_rows, columns)
             return streams
-        sequences = NgramSequences.of(rows, carried, columns)
+        sequences = NgramSequences.of(carry_rows, carried, columns)
         digits = ngrams.encode_ids(ctx.step.token_ids, streams.dtype)
         every = torch.arange(len(digits), device=digits.device)
         values = self._gate(streams, self._embed(sequences, digits, every))
@@ -142,8 +144,8 @@ class NgramPart(nn.Module):
         if carried.records is not None:
             num_rows, num_drafts, _ = carried.records.shape
             recorded = states_after(every[: num_rows * (1 + num_drafts)])  # decodes come first
-        states = states_after(rows.targets[:, 0].long().clamp(min=0))
-        ngrams.keep_states(states, recorded, carried, rows, columns)
+        states = states_after(carry_rows.targets[:, 0].long().clamp(min=0))
+        ngrams.keep_states(states, recorded, carried, carry_rows, columns)
         return output.view_as(streams)
 
     def _embed(self, sequences: NgramSequences, digits: Tensor, every: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ class NgramBlock(nn.Module):
     def __init__(self, part: NgramPart) -> None:
         super().__init__()
         self.part = part
-        self.parts = nn.ModuleList([part])
+        self.parts: Sequence[Part] = module_list([part])
 
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool

@@ -67,7 +67,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         assert of_output is None or of_output.eps == eps, "one launch norms by one eps"
         self.of_output = of_output
-        self.eps, self.offset, self.scope, self.multiplier = eps, offset, scope, multiplier
+        self.eps: float = eps
+        self.offset, self.scope, self.multiplier = offset, scope, multiplier
         self.scale = scope.empty_precise(size)
         self.ranks = scope.ranks
 
@@ -103,15 +104,14 @@ class RMSNorm(nn.Module):
             delta = over_ranks(delta, self.ranks)
         how = self.scale, self.eps, self.multiplier
         if begun is not None:
-            if of_output is not None:
+            if of_output is not None and delta is not None:
                 delta = of_output.norm_sum(delta)
             product = begun.weight, begun.target
             total, normed = norm.add_norm_and_multiply(hidden, delta, *how, *product)
             return total, Activations(values=normed, projected=begun.projected)
-        options = {"emit": emit, "order": max(order, self.scope.order)}
-        if of_output is not None:
-            options["delta_scale"] = of_output.scale
-        return norm.add_norm(hidden, delta, *how, **options)
+        delta_scale = None if of_output is None else of_output.scale
+        order = max(order, self.scope.order)
+        return norm.add_norm(hidden, delta, *how, delta_scale=delta_scale, emit=emit, order=order)
 
     def norm_sum(self, output: Tensor) -> Tensor:
         """Norms an output [T, N], or the sum of its partials [T, P, N], in one launch; `multiplier`
@@ -119,8 +119,8 @@ class RMSNorm(nn.Module):
         first, rest = output, None
         if output.dim() == 3:
             first, rest = output[:, 0], output[:, 1:] if output.shape[1] > 1 else None
-        how = {"order": self.scope.order}
-        return values_of(norm.add_norm(first, rest, self.scale, self.eps, **how)[1])
+        order = self.scope.order
+        return values_of(norm.add_norm(first, rest, self.scale, self.eps, order=order)[1])
 
     def placements(self) -> WeightSlots:
         return {self.scope.full("weight"): place_scale(self.scale, self.offset)}

@@ -5,7 +5,7 @@ Legend: T tokens, C hidden size, P split-K partials.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
+from milepost.layers.modules import module_list
 from milepost.layers.norm import RMSNorm, StreamNorm, over_ranks
 from milepost.layers.rotary import Rotary
 from milepost.parallel import ALONE
@@ -69,7 +70,7 @@ Numbers = tuple[int, ...]
 class LayerBlock(Protocol):
     """A step from one residual stream to the next. It is also a module, and has its parts."""
 
-    parts: nn.ModuleList
+    parts: Sequence[Part]
 
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
@@ -91,7 +92,7 @@ class ResidualBlock(nn.Module):
         self, *parts: Part, pre: StreamNorm | None = None, post: RMSNorm | None = None
     ) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts: Sequence[Part] = module_list(parts)
         self.pre, self.post = pre, post
         norm = pre or post
         self._ranks = ALONE if norm is None else norm.ranks
@@ -109,10 +110,11 @@ class ResidualBlock(nn.Module):
         With `ends`, both have only the rows of the sampled positions."""
         rows: Inputs
         if self.pre is not None:
-            is_row = self._first is not None and hidden.dim() == 2 and len(hidden) == 1
-            begun = self._first.begin(hidden) if is_row else None
-            how = {"emit": self._emit, "begun": begun, "order": ctx.order}
-            hidden, rows = self.pre.add(hidden, delta, **how)
+            begun = None
+            if self._first is not None and hidden.dim() == 2 and len(hidden) == 1:
+                begun = self._first.begin(hidden)
+            order = ctx.order
+            hidden, rows = self.pre.add(hidden, delta, emit=self._emit, begun=begun, order=order)
         else:
             if delta is not None:  # partials are float32, the residual stream is not
                 hidden = (hidden + self._whole(delta)).to(hidden.dtype)
@@ -136,7 +138,7 @@ class Layer(nn.Module):
 
     def __init__(self, *blocks: LayerBlock) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: Sequence[LayerBlock] = module_list(blocks)
         self.numbers: list[Numbers] = []
 
     def number(self, specs: list[LayerSpec]) -> None:
@@ -173,7 +175,10 @@ def run_parts(
         else:
             output = part.run(rows, ctx, number)
             outputs.append(output[ctx.step.last_tokens] if ends else output)
-    return outputs[0] if len(outputs) == 1 else sum(map(add_up, outputs))
+    if len(outputs) == 1:
+        return outputs[0]
+    first, *rest = map(add_up, outputs)
+    return sum(rest, start=first)
 
 
 def partials(output: Tensor) -> Tensor:

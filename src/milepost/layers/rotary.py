@@ -61,7 +61,8 @@ class Rotary:
         if self._table is None:
             every = torch.arange(self._num_positions, device=positions.device)
             self._table = torch.cat(self._compute(every, dtype), 2)[:, 0]
-        return rows.take(self._table, positions)[:, None].tensor_split(2, 2)
+        cosines, sines = rows.take(self._table, positions)[:, None].tensor_split(2, 2)
+        return cosines, sines
 
     def turn_pictures(self, angles: tuple[Tensor, Tensor], pictures: PictureRows) -> None:
         """Replaces those of the step's `angles` that turn by the row or the column of a picture."""

@@ -12,11 +12,11 @@ into a token, C hidden size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from milepost.kernels import vision
 from milepost.kernels.vision import PictureFrames
 from milepost.layers.mergers import Merger, TowerEnd
+from milepost.layers.modules import module_list
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
     Grid,
@@ -45,13 +46,23 @@ _FITS = {
 }
 
 
+class TowerStep(Protocol):
+    """One block of a tower. It is also a module."""
+
+    def advance(self, run: TowerRun) -> None:
+        """Runs the block on the residual stream of `run`."""
+        ...
+
+    def children(self) -> Iterator[nn.Module]:
+        """See `nn.Module.children`."""
+
+
 class TowerModules(NamedTuple):
     """The layers of a tower, without its table of positions."""
 
     embedding: nn.Module
     """Called like `PatchEmbedding`."""
-    blocks: nn.ModuleList
-    """Each runs like a `TowerBlock`."""
+    blocks: Sequence[TowerStep]
     merger: TowerEnd
 
 
@@ -101,10 +112,11 @@ class Tower(nn.Module):
         num_more = self.shapes.num_prefix * len(grids)
         turned = [F.pad(each, (0, num_more)) for each in places] if num_more else places
         turn = partial(vision.turned_angles, frequencies=self._frequencies)
+        cosines, sines = by_rows(turn, *turned, is_fixed=is_fixed)
         return TowerLayout(
             grids=tuple(grids),
             places=places,
-            angles=by_rows(turn, *turned, is_fixed=is_fixed),
+            angles=(cosines, sines),
             frames=self._frames(grids, is_fixed=is_fixed),
             is_fixed=is_fixed,
         )
@@ -145,7 +157,8 @@ class Tower(nn.Module):
     def end(self, run: TowerRun) -> Tensor:
         """Returns the embeddings of the tokens of a run that has passed all blocks."""
         if self.prefix is not None:
-            run.hidden, run.delta = self._patches(run.hidden, run), self._patches(run.delta, run)
+            run.hidden = self._patches(run.hidden, run)
+            run.delta = None if run.delta is None else self._patches(run.delta, run)
         return self.merger.end(run)
 
     def one_of_each_kind(self) -> list[int]:
@@ -153,10 +166,8 @@ class Tower(nn.Module):
         kinds = (tuple(map(type, block.children())) for block in self.blocks)
         return list({kind: number for number, kind in enumerate(kinds)}.values())
 
-    def _patches(self, rows: Tensor | None, run: TowerRun) -> Tensor | None:
+    def _patches(self, rows: Tensor, run: TowerRun) -> Tensor:
         """Returns rows without those of prefixes."""
-        if rows is None:
-            return None
         count = self.shapes.num_prefix
         pictures = rows.split([count + prod(grid) for grid in run.layout.grids])
         return torch.cat([each[count:] for each in pictures])
@@ -222,6 +233,6 @@ def _transformer(
     )
     return TowerModules(
         embedding=PatchEmbedding(shapes, names, scope),
-        blocks=nn.ModuleList(blocks),
+        blocks=module_list(blocks),
         merger=Merger(shapes, names, scope, merger_scope),
     )

@@ -17,15 +17,17 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.layout.batch import Capacity, Operation
+from milepost.kernels.layout.emit import values_of
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
+from milepost.layers.modules import module_list
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
 from milepost.layers.ngrams import NgramPart
 from milepost.layers.norm import StreamNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import LastTokensPart, Layer, LayerBlock
+from milepost.layers.parts import LastTokensPart, Layer, LayerBlock, Part
 from milepost.layers.rotary import num_positions
 from milepost.layers.tower import Tower
 from milepost.layers.weight_slots import (
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
         self._vocab = scope.ranks.share(config.vocab_size, "vocab_size")
         self.embedding = scope.empty(self._vocab.size, config.hidden_size)
         self._embedding_name = scope.full(f"{embedding}.weight")
-        self.layers = nn.ModuleList(parts.layers)
+        self.layers = module_list(parts.layers)
         self.norm = parts.norm
         self.lm_head = Linear(
             config.hidden_size,
@@ -109,7 +111,7 @@ class Decoder(nn.Module):
         self.layer_specs = tuple(specs)
         """The cache of each mixer, by its number."""
         self.parts_by_layer = [layer.parts for layer in parts.layers]
-        every_part = [*chain.from_iterable(self.parts_by_layer)]
+        every_part: list[Part | MTPHead] = [*chain.from_iterable(self.parts_by_layer)]
         if self.mtp is not None:
             every_part.append(self.mtp)
         self._last = _last_with_cache(parts.layers)
@@ -206,7 +208,7 @@ class Decoder(nn.Module):
                 ends = ctx.last_tokens_only and (layer, block) == self._last
                 hidden, delta = block.run(hidden, delta, ctx, numbers, ends=ends)
                 ctx = ctx.at_ends() if ends else ctx
-        hidden = self.norm.add(hidden, delta, order=ctx.order)[1]
+        hidden = values_of(self.norm.add(hidden, delta, order=ctx.order)[1])
         if self.mtp is not None:
             assert not ctx.last_tokens_only, "a head takes in every token"
             self.mtp.note(token_ids, self.embedding, hidden, ctx)

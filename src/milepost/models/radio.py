@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.mergers import SquaredMerger
+from milepost.layers.modules import module_list
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerModules
 from milepost.layers.tower_parts import LayerNorm, TowerBlock, TowerLinear, TowerNames, TowerShapes
@@ -71,7 +72,7 @@ def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     )
     modules = TowerModules(
         embedding=embedding,
-        blocks=nn.ModuleList(TowerBlock(shapes, names, each) for each in blocks),
+        blocks=module_list(TowerBlock(shapes, names, each) for each in blocks),
         merger=SquaredMerger(shapes, projector, root.under(path), norm),
     )
     tower = Tower(shapes, scope, names, modules=modules)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
 from milepost.layers.mergers import Merger
+from milepost.layers.modules import module_list
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerModules
 from milepost.layers.tower_parts import TowerNames, TowerShapes
@@ -175,7 +175,8 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     wanted = f"a divisor of num_attention_heads={num_heads}"
     refuse(config, "num_key_value_heads", num_heads % num_kv_heads > 0, wanted)
     refuse(config, "conv_kernel_size", width % 2 == 0, "an odd number")
-    mixers, depth = getattr(config, "layer_types", None), sizes["num_hidden_layers"]
+    mixers: Any = getattr(config, "layer_types", None)
+    depth = sizes["num_hidden_layers"]
     is_list = isinstance(mixers, list | tuple) and len(mixers) == depth
     is_known = is_list and all(each in _MIXERS for each in mixers)
     refuse(config, "layer_types", not is_known, f"{depth} of {' and '.join(_MIXERS)}")
@@ -206,7 +207,7 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
     modules = TowerModules(
         embedding=NormedEmbedding(shapes, block_shapes.eps, tower),
-        blocks=nn.ModuleList(
+        blocks=module_list(
             GridBlock(shapes, block_shapes, mixer, tower.under(f"layers.{index}"))
             for index, mixer in enumerate(mixers)
         ),
@@ -222,7 +223,7 @@ def size_of(config: PreTrainedConfig, name: str, most: int) -> int:
         value = value[0]
     is_fit = type(value) is int and 1 <= value <= most
     refuse(config, name, not is_fit, f"a whole number from 1 to {most}")
-    return value
+    return int(value)
 
 
 def _theta(config: PreTrainedConfig) -> float:
@@ -237,7 +238,7 @@ def _theta(config: PreTrainedConfig) -> float:
 def _check_sections(text: PreTrainedConfig) -> None:
     """Raises UnsupportedModelError unless the text part's frequencies are shared out among time,
     rows and columns."""
-    sections = (text.rope_parameters or {}).get("mrope_section")
+    sections: Any = (text.rope_parameters or {}).get("mrope_section")
     is_list = isinstance(sections, list | tuple) and len(sections) == 3
     if not is_list or not all(type(each) is int and 0 <= each <= 2**14 for each in sections):
         raise UnsupportedModelError(

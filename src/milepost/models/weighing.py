@@ -15,7 +15,7 @@ from milepost.layers.moe import MoE
 from milepost.models.decoder import Decoder
 
 REST, TOWER = "norms", "vision tower"
-_PARTS: Mapping[type[nn.Module], str] = {
+_PARTS: Mapping[type, str] = {
     Attention: "attention",
     MLA: "attention",
     MLP: "feed-forward",
@@ -41,6 +41,7 @@ def weigh(model: Decoder) -> dict[tuple[str, str], int]:
 
 def _parts(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
     for part in chain.from_iterable(model.parts_by_layer):
+        assert isinstance(part, nn.Module), "a part is a module"
         yield _PARTS.get(type(part), "recurrences"), part
     if model.tower is not None:
         yield TOWER, model.tower

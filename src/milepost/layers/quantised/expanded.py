@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,6 +46,5 @@ def place_expanded(
             store(matrix.form.dequantise(scope.dtype))
 
     return {
-        part: replace(place, store=lambda values, part=part, place=place: note(part, place, values))
-        for part, place in tensors.items()
+        part: replace(place, store=partial(note, part, place)) for part, place in tensors.items()
     }

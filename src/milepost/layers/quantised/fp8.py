@@ -28,6 +28,7 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
+    Stack,
     empty,
     ones,
     place_shared,
@@ -167,9 +168,9 @@ class Fp8Stack(nn.Module):
         places = {"weight": WeightSlot(shape, store, types=self.types)}
         across = -(-num_inputs // BLOCK) if precision.has_blocks else 1
         down = precision.count_scales(rows.count)
-        shape = (1,) if precision.strategy == "tensor" else (down, across)
+        scales = (1,) if precision.strategy == "tensor" else (down, across)
         places[precision.scale] = WeightSlot(
-            shape, partial(self._store_scales, rows, at, (down, across))
+            scales, partial(self._store_scales, rows, at, (down, across))
         )
         if precision.is_static:
             places["input_scale"] = WeightSlot((1,), self._input_scaling(at))
@@ -248,8 +249,8 @@ class Fp8Experts(QuantisedExperts):
     ) -> None:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
         rows = BLOCK if precision.has_blocks and fits else 1
-        stacks = (precision.stack(*each, scope, rows=rows) for each in shapes_of(sizes, names))
-        super().__init__(sizes, names, scope, *stacks)
+        up, down = (precision.stack(*each, scope, rows=rows) for each in shapes_of(sizes, names))
+        super().__init__(sizes, names, scope, up, down)
         self.precision = precision
 
     def placements(self) -> WeightSlots:
@@ -262,7 +263,7 @@ class Fp8Experts(QuantisedExperts):
             **place_shared(self.sizes, names, self.scope, self.up, self.down),
         }
 
-    def _place_stacked(self, name: str, stack: Fp8Stack) -> WeightSlots:
+    def _place_stacked(self, name: str, stack: Stack) -> WeightSlots:
         """Places one tensor with all experts that the checkpoint stacks, and one with their
         scales."""
         count = self.sizes.num_experts
