@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import milepost.kernels
@@ -25,6 +26,8 @@ OPERATIONS: tuple[str, ...] = (
     "ngrams",
     "residual",
 )
+DEVICE = ("triton.jit", "triton.constexpr_function", "gluon.jit", "gluon.constexpr_function")
+"""Decorators of functions in Triton's language, whose arguments have no types."""
 BEFORE = (*LOWER, *OPERATIONS, "numerics_identity")
 MIXERS = {"recurrent", "conv"}
 """One operation in several rooms."""
@@ -45,6 +48,26 @@ def breaches(path: Path) -> list[str]:
             if inner or not is_before:
                 found.append(f"{own}: {module}")
     return found
+
+
+def untyped(path: Path) -> list[str]:
+    """The functions of a module, but for those of the device, with an argument or a result that has
+    no type. mypy could only demand types of device functions too."""
+    text = path.read_text(encoding="utf-8")
+    return [f"{path.name}: {name}" for name in _untyped_in(ast.parse(text))]
+
+
+def _untyped_in(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(ast.unparse(each).startswith(DEVICE) for each in child.decorator_list):
+                continue
+            given, more = child.args, (child.args.vararg, child.args.kwarg)
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, more)]
+            typed = (each.annotation or each.arg in ("self", "cls") for each in every)
+            if child.returns is None or not all(typed):
+                yield child.name
+        yield from _untyped_in(child)
 
 
 def rank(room: str) -> int:
@@ -75,6 +98,28 @@ def test_every_room_has_its_place() -> None:
     assert rooms <= set(BEFORE)
     text = (ROOT / "__init__.py").read_text(encoding="utf-8")
     assert all(room in text for room in rooms)
+
+
+def test_all_functions_but_the_devices_have_types() -> None:
+    assert [each for path in sorted(ROOT.rglob("*.py")) for each in untyped(path)] == []
+
+
+def test_a_function_without_types_is_seen(tmp_path) -> None:
+    path = tmp_path / "a.py"
+    for line, names in (
+        ("def f(a: int, *b: int, c: int, **d: int) -> None: ...", []),
+        ("def f(a: int): ...", ["f"]),
+        ("def f(a, /, b: int) -> None: ...", ["f"]),
+        ("def f(*a) -> None: ...", ["f"]),
+        ("def f(**a) -> None: ...", ["f"]),
+        ("class A:\n    async def f(self, *, a) -> None: ...", ["f"]),
+        ("def f() -> None:\n    def g(a): ...", ["g"]),
+        ("@quick\n@triton.jit(do_not_specialize=('a',))\ndef f(a, B: tl.constexpr): ...", []),
+        ("@gluon.jit\ndef f(a): ...", []),
+        ("@cache\ndef f(a): ...", ["f"]),
+    ):
+        path.write_text(line, encoding="utf-8")
+        assert untyped(path) == [f"a.py: {name}" for name in names], line
 
 
 def test_a_breach_is_seen(tmp_path, monkeypatch) -> None:
