@@ -56,7 +56,7 @@ GENERATE: Keywords = {
     "prompt_token_ids": ('pass {"prompt_token_ids": [...]} as the prompt',),
     "guided_options_request": ("use SamplingParams(structured_outputs=...)",),
     "tokenization_kwargs": ('pass {"prompt_token_ids": [...]} as the prompt', {}),
-    "mm_processor_kwargs": ("set it for the engine", {}),
+    "mm_processor_kwargs": ('pass {"prompt": ..., "mm_processor_kwargs": ...}', {}),
     "prompt_text": ("pass the text as the prompt",),
     "data_parallel_rank": ("use one engine for each GPU", 0),
     "priority": ("prompts of one LLM are served in their order; see AsyncLLM.generate", 0),

@@ -79,7 +79,7 @@ SAY = {"input": "a", "max_output_tokens": 1}
         ("/v1/chat/completions", {**ASK, "store": True}, "store"),
         ("/v1/chat/completions", {**ASK, "metadata": {"a": "b"}}, "metadata"),
         ("/v1/chat/completions", {**ASK, "service_tier": "flex"}, "service_tier"),
-        ("/v1/chat/completions", {**ASK, "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        ("/v1/chat/completions", {**ASK, "media_io_kwargs": {"a": 1}}, "media_io_kwargs"),
         ("/v1/completions", {"prompt": "a", "guided_decoding_backend": "x"}, None),
         ("/v1/responses", {**SAY, "reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ("/v1/responses", {**SAY, "text": {"verbosity": "low"}}, "text.verbosity"),
@@ -87,6 +87,7 @@ SAY = {"input": "a", "max_output_tokens": 1}
         ("/v1/messages", {**ASK, "service_tier": "priority"}, "service_tier"),
         ("/v1/messages", {**ASK, "mcp_servers": [{"url": "http://a"}]}, "mcp_servers"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs"),
         ("/tokenize", {"messages": ASK["messages"], "add_special_tokens": True}, None),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from dataclasses import asdict, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from milepost.config import EngineConfig
 from milepost.engine.media import (
@@ -15,6 +15,7 @@ from milepost.engine.media import (
     MediaRules,
     Preparer,
     check_media,
+    facts_for,
     images_in,
     images_of,
 )
@@ -168,8 +169,8 @@ class AsyncLLM:
 
     async def _read(self, prompt: PromptLike) -> Prompt:
         encoder = await self._encoder.get()
-        plain, images = images_in(prompt)
-        media = await self._prepared(images)
+        plain, images, sizes = images_in(prompt)
+        media = await self._prepared(images, sizes)
         tokenizer = encoder.tokenizer
         if media is not None:
             # Texts of videos among token ids are short.
@@ -182,23 +183,23 @@ class AsyncLLM:
             found = await encoder.with_tokenizer(partial(read_prompt, plain), len(text))
         return found if media is None else media.put_in(found)
 
-    async def _prepared(self, images: Sequence[Given]) -> Media | None:
-        """Returns images and videos for a prompt; None if there are none. Raises
-        InvalidPromptError."""
-        facts = self._client.info.images
+    async def _prepared(self, images: Sequence[Given], sizes: Any) -> Media | None:
+        """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
+        are none. Raises InvalidRequestError."""
+        facts = facts_for(self._client.info.images, sizes)
         check_media(images, facts, self._client.limits.max_images)
         if not images:
             return None
         assert facts is not None, "images are refused without a tower"
         if self._preparer is None:
             most = self._client.limits.max_model_len
-            self._preparer = Preparer(facts, MediaRules.of(self.config), most)
-        return Media(facts, await self._preparer.prepare(images))
+            self._preparer = Preparer(MediaRules.of(self.config), most)
+        return Media(facts, await self._preparer.prepare(images, facts))
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
         encoder, given = await self._encoder.get(), compose_options(options)
         messages, images = images_of(messages)
-        media = await self._prepared(images)
+        media = await self._prepared(images, options.get("mm_processor_kwargs"))
         given["image_texts"] = [] if media is None else media.texts
         size = text_length([messages, given.get("tools")])
         rendered = await encoder.encode_chat(messages, size, given, is_cut=False)

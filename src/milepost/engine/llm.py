@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -70,6 +70,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers each prompt, in the order given.
 
@@ -77,13 +78,15 @@ class LLM:
         and with `cache_marks` (positions where a state is worth keeping) and `cache_salt` (shares
         nothing with prompts under another) if wanted. `multi_modal_data` with `{"image": IMAGE}`,
         or a list of images, has images of Pillow's, URLs or files' bytes, one for each image token
-        of the prompt. Parameters are for all prompts, or one for
-        each; without them `get_default_sampling_params` has them. `use_tqdm` shows progress.
+        of the prompt, and `mm_processor_kwargs` their sizes; the argument of that name is for all
+        prompts that have none. Parameters are for all prompts, or one for each; without them
+        `get_default_sampling_params` has them. `use_tqdm` shows progress.
 
         Raises InvalidRequestError, naming the prompt, before anything is computed.
         """
         listed: list[Any] = [prompts] if is_prompt(prompts) else list(prompts)
-        read = [self._reader.numbered(index, prompt) for index, prompt in enumerate(listed)]
+        sizes = mm_processor_kwargs
+        read = [self._reader.numbered(index, each, sizes) for index, each in enumerate(listed)]
         return self._run(read, sampling_params, use_tqdm)
 
     @with_vllm_keywords(GENERATE, CHAT_OPTIONS)

@@ -91,6 +91,8 @@ class ChatOptions(TypedDict, total=False):
     """Replaces the tokenizer's template."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Variables for the template, such as `{"enable_thinking": False}`."""
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """Sizes of the images and videos of this conversation, such as `{"max_pixels": 262144}`."""
     add_generation_prompt: bool
     """Whether the prompt ends with the start of an answer; the default."""
     continue_final_message: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from milepost.checks import check_unicode
 from milepost.engine.loop import Engine
@@ -30,20 +32,23 @@ class PromptReader:
         self._images = Embedded(engine.images, rules, engine.limits.max_images)
         self._tokenizing = threading.Lock()
 
-    def plain(self, prompt: PromptLike) -> Prompt:
-        """Reads a prompt. Raises InvalidRequestError."""
-        rest, images = images_in(prompt)
-        media = self._images.prepare(images)
+    def plain(self, prompt: PromptLike, sizes: Mapping[str, Any] | None = None) -> Prompt:
+        """Reads a prompt; `sizes` are its `mm_processor_kwargs` if it has none itself. Raises
+        InvalidRequestError."""
+        rest, images, own_sizes = images_in(prompt)
+        media = self._images.prepare(images, sizes if own_sizes is None else own_sizes)
         with self._tokenizing:
             if media is not None:
                 rest = media.into_plain(rest, encoding(self._tokenizer))
             found = read_prompt(rest, self._tokenizer)
         return found if media is None else media.put_in(found)
 
-    def numbered(self, index: int, prompt: PromptLike) -> Prompt:
-        """Reads a prompt of several. Raises InvalidRequestError, naming its index."""
+    def numbered(
+        self, index: int, prompt: PromptLike, sizes: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """Reads a prompt of several, like `plain`. Raises InvalidRequestError, naming its index."""
         try:
-            return self.plain(prompt)
+            return self.plain(prompt, sizes)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {index}: {error}") from error
 
@@ -55,7 +60,7 @@ class PromptReader:
                 "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
             )
         told, images = images_of(messages)
-        media = self._images.prepare(images)
+        media = self._images.prepare(images, options.get("mm_processor_kwargs"))
         given = {**compose_options(options), "image_texts": [] if media is None else media.texts}
         composed = chat.compose(tokenizer, told, check=check_unicode, **given)
         with self._tokenizing:

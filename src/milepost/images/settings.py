@@ -9,6 +9,8 @@ from milepost.errors import ConfigError, UnsupportedModelError
 
 MAX_FRAMES = 768
 """Largest number of frames of a video, as checkpoints are trained on."""
+MAX_FPS = 1000
+"""Largest number of frames a second that are taken of a video."""
 _MOST_PIXELS = 2**26
 
 
@@ -113,8 +115,8 @@ class FrameSampling:
     max_frames: int = 768
 
     def __post_init__(self) -> None:
-        if not is_number(self.fps) or not 0 < self.fps <= 1000:
-            raise ConfigError(f"fps={self.fps!r} is no number above 0, up to 1000")
+        if not is_number(self.fps) or not 0 < self.fps <= MAX_FPS:
+            raise ConfigError(f"fps={self.fps!r} is no number above 0, up to {MAX_FPS}")
         for name in ("min_frames", "max_frames"):
             check_whole(name, getattr(self, name), 2**16)
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from milepost.engine.media import Given, ImageFacts, Media, MediaRules, Preparer, check_media
+from milepost.engine.media import (
+    Given,
+    ImageFacts,
+    Media,
+    MediaRules,
+    Preparer,
+    check_media,
+    facts_for,
+)
 from milepost.engine.processes import EngineClient
 from milepost.engine.text import ChatPrompt
 
@@ -18,18 +27,20 @@ class ChatImages:
         self._facts: ImageFacts | None = client.info.images
         self._preparer: Preparer | None = None
         if self._facts is not None:
-            self._preparer = Preparer(
-                self._facts, MediaRules.of(client.config), client.limits.max_model_len
-            )
+            rules = MediaRules.of(client.config)
+            self._preparer = Preparer(rules, client.limits.max_model_len)
 
-    async def prepare(self, given: Sequence[Given]) -> Media | None:
-        """Returns images and videos as a prompt has them; None if there are none. Raises
-        InvalidPromptError."""
-        check_media(given, self._facts, self._max_images)
-        if not given or self._facts is None:
+    async def prepare(
+        self, given: Sequence[Given], kwargs: Mapping[str, Any] | None
+    ) -> Media | None:
+        """Returns images and videos as a prompt with these `mm_processor_kwargs` has them; None if
+        there are none. Raises InvalidRequestError."""
+        facts = facts_for(self._facts, kwargs)
+        check_media(given, facts, self._max_images)
+        if not given or facts is None:
             return None
         assert self._preparer is not None, "a model with facts has one"
-        return Media(self._facts, await self._preparer.prepare(given))
+        return Media(facts, await self._preparer.prepare(given, facts))
 
     async def close(self) -> None:
         """Ends the processes that prepare images."""

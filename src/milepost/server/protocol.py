@@ -201,7 +201,7 @@ class ChatRequest(Sampling):
     functions: only([], hint="use tools") = None
     function_call: only("none", "auto", hint="use tool_choice") = None
     media_io_kwargs: unread(Any) = None
-    mm_processor_kwargs: unread(Any) = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatRequest:
@@ -243,6 +243,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     tools: Many[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool = True
@@ -263,9 +264,10 @@ class TokenizeRequest(Body):
 
 
 _OF_A_PROMPT = frozenset(("add_special_tokens",))
-_OF_MESSAGES = frozenset(
-    ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-)
+_OF_MESSAGES = frozenset((
+    "tools", "chat_template_kwargs", "mm_processor_kwargs", "add_generation_prompt",
+    "continue_final_message",
+))  # fmt: skip
 
 
 class DetokenizeRequest(Body):

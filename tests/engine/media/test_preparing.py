@@ -23,9 +23,9 @@ FACTS = ImageFacts(settings=SETTINGS, token_id=1, text="")
 
 def prepared(*sources, max_tokens=1000, facts=FACTS):
     async def main():
-        preparer = Preparer(facts, MediaRules(), max_tokens)
+        preparer = Preparer(MediaRules(), max_tokens)
         try:
-            return await preparer.prepare([Given(source) for source in sources])
+            return await preparer.prepare([Given(source) for source in sources], facts)
         finally:
             await preparer.close()
 
@@ -77,12 +77,12 @@ def test_tiles_come_with_their_labels_and_all_their_tokens():
 )
 def test_hostile_files_are_refused_and_others_are_served(source, message):
     async def main():
-        preparer = Preparer(FACTS, MediaRules(), 1000)
+        preparer = Preparer(MediaRules(), 1000)
         try:
             for _ in range(3):
                 with pytest.raises(InvalidPromptError, match=message):
-                    await preparer.prepare([Given(source)])
-            return await preparer.prepare([Given(data_url(image(8, 8)))])
+                    await preparer.prepare([Given(source)], FACTS)
+            return await preparer.prepare([Given(data_url(image(8, 8)))], FACTS)
         finally:
             await preparer.close()
 
@@ -100,15 +100,15 @@ def test_more_images_than_a_prompt_can_have_are_refused():
 
 def test_a_caller_that_leaves_ends_the_work():
     async def main():
-        preparer = Preparer(FACTS, MediaRules(), 10**6)
+        preparer = Preparer(MediaRules(), 10**6)
         images = [Given(data_url(image(8, 8, seed))) for seed in range(20)]
-        task = asyncio.create_task(preparer.prepare(images))
+        task = asyncio.create_task(preparer.prepare(images, FACTS))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         try:
-            return len(await preparer.prepare(images[:2]))
+            return len(await preparer.prepare(images[:2], FACTS))
         finally:
             await preparer.close()
 
@@ -129,9 +129,9 @@ def test_a_video_file_is_decoded_in_a_process(tmp_path):
     facts, data = msgspec.structs.replace(FACTS, video=video), path.read_bytes()
 
     async def main(data):
-        preparer = Preparer(facts, MediaRules(), 1000)
+        preparer = Preparer(MediaRules(), 1000)
         try:
-            return await preparer.prepare([Given(data, is_video=True)])
+            return await preparer.prepare([Given(data, is_video=True)], facts)
         finally:
             await preparer.close()
 

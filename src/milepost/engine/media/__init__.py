@@ -1,6 +1,7 @@
 """Images and videos of a request on their way to a prompt. Imports no torch.
 
 what a model takes               facts
+what a request asks of that      requested
 from URLs to bytes               urls, addresses, fetching
 from bytes to pixels, apart      prepared, process, preparing, kept
 into the prompt's tokens         given, filling, expanding
@@ -15,6 +16,7 @@ from milepost.engine.media.given import Given, images_in, images_of
 from milepost.engine.media.here import Embedded
 from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.preparing import Preparer
+from milepost.engine.media.requested import facts_for
 from milepost.engine.media.urls import MediaRules
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "TileFacts",
     "VideoFacts",
     "check_media",
+    "facts_for",
     "images_in",
     "images_of",
 ]

@@ -40,21 +40,24 @@ def images_of(messages: Sequence[Any]) -> tuple[Sequence[Any], list[Given]]:
     return changed, found
 
 
-def images_in(prompt: Any) -> tuple[Any, list[Given]]:
-    """Returns a plain prompt without its `multi_modal_data`, and the images and videos in that.
-    Raises InvalidPromptError for anything else.
+def images_in(prompt: Any) -> tuple[Any, list[Given], Any]:
+    """Returns a plain prompt without its `multi_modal_data` and `mm_processor_kwargs`, the images
+    and videos in the former, and the latter. Raises InvalidPromptError for anything else.
     """
-    if not isinstance(prompt, Mapping) or prompt.get("multi_modal_data") is None:
-        return prompt, []
-    data = prompt["multi_modal_data"]
-    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    if not isinstance(prompt, Mapping):
+        return prompt, [], None
+    rest = dict(prompt)
+    data, kwargs = (rest.pop(key, None) for key in ("multi_modal_data", "mm_processor_kwargs"))
+    if data is None:
+        return rest, [], kwargs
     if not isinstance(data, Mapping) or any(key not in ("image", "video") for key in data):
         raise InvalidPromptError(
             f"multi_modal_data with {sorted(data) if isinstance(data, Mapping) else data!r}: use "
             '{"image": IMAGE, "video": VIDEO}, or lists of them'
         )
     images = [Given(image) for image in _listed(data.get("image"))]
-    return rest, images + [Given(video, is_video=True) for video in _listed(data.get("video"))]
+    images += [Given(video, is_video=True) for video in _listed(data.get("video"))]
+    return rest, images, kwargs
 
 
 def _listed(given: Any) -> Sequence[Any]:

@@ -13,6 +13,7 @@ from milepost.engine.media.filling import Media, check_media
 from milepost.engine.media.given import Given
 from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.prepared import Prepared, Unprepared, sources_of
+from milepost.engine.media.requested import facts_for
 from milepost.engine.media.urls import MediaRules, is_remote, load, load_here
 
 
@@ -26,18 +27,18 @@ class Embedded:
         self._kept: KeptImages[Prepared] = KeptImages()
         self._max_images = max_images if facts is not None else 0
 
-    def prepare(self, given: Sequence[Given]) -> Media | None:
-        """Returns images and videos for a prompt; None if there are none. Raises
-        InvalidPromptError."""
-        check_media(given, self._facts, self._max_images)
-        if self._facts is None or not given:
+    def prepare(self, given: Sequence[Given], kwargs: Any = None) -> Media | None:
+        """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
+        are none. Raises InvalidRequestError."""
+        facts = facts_for(self._facts, kwargs)
+        check_media(given, facts, self._max_images)
+        if facts is None or not given:
             return None
-        return Media(self._facts, [self._prepare(each) for each in given])
+        return Media(facts, [self._prepare(each, facts) for each in given])
 
-    def _prepare(self, given: Given) -> Prepared:
-        assert self._facts is not None, "images are refused before"
+    def _prepare(self, given: Given, facts: ImageFacts) -> Prepared:
         loaded = [self._load(each) for each in sources_of(given)]
-        asked = Unprepared.of(given, loaded, self._facts)
+        asked = Unprepared.of(given, loaded, facts)
         key = asked.find_key()
         if key is None:
             return asked.prepared()

@@ -114,7 +114,7 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         if not all(isinstance(each, bytes | str) for each in files):
             return None
         sizes = [(type(each).__name__, len(each)) for each in files]
-        facts = self.max_pixels, self.sampling is not None, self.times, sizes
+        facts = self.settings, self.max_pixels, self.sampling, self.times, sizes
         digest = blake2b(repr(facts).encode(), digest_size=32)
         for each in files:
             for piece in pieces_of(each) if isinstance(each, str) else (each,):

@@ -22,8 +22,7 @@ class Preparer:
     """Prepares images for one model. The images of a request together have fewer than `max_tokens`
     tokens. `close` it at the end."""
 
-    def __init__(self, facts: ImageFacts, rules: MediaRules, max_tokens: int) -> None:
-        self.facts = facts
+    def __init__(self, rules: MediaRules, max_tokens: int) -> None:
         self._rules = rules
         self._max_tokens = max_tokens
         self._kept: KeptImages[Prepared] = KeptImages()
@@ -33,10 +32,10 @@ class Preparer:
         for each in self._all:
             self._idle.put_nowait(each)
 
-    async def prepare(self, images: Sequence[Given]) -> list[Prepared]:
-        """Loads and prepares images. Raises InvalidPromptError for an image that fails, and as soon
-        as there are too many for one prompt."""
-        tasks = [asyncio.ensure_future(self._prepare(each)) for each in images]
+    async def prepare(self, images: Sequence[Given], facts: ImageFacts) -> list[Prepared]:
+        """Loads and prepares images of a request with these facts. Raises InvalidPromptError for an
+        image that fails, and as soon as there are too many for one prompt."""
+        tasks = [asyncio.ensure_future(self._prepare(each, facts)) for each in images]
         num_tokens = 0
         try:
             for done in asyncio.as_completed(tasks):
@@ -53,10 +52,10 @@ class Preparer:
             await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in tasks]
 
-    async def _prepare(self, given: Given) -> Prepared:
+    async def _prepare(self, given: Given, facts: ImageFacts) -> Prepared:
         async with self._loading:
             loaded = [await load(each, self._rules) for each in sources_of(given)]
-        asked = Unprepared.of(given, loaded, self.facts)
+        asked = Unprepared.of(given, loaded, facts)
         key = await asyncio.to_thread(asked.find_key)
         if key is None:  # images of Pillow's have been decoded
             return await asyncio.to_thread(asked.prepared)

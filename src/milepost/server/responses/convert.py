@@ -23,7 +23,7 @@ from milepost.server.responses.tools import Names, ResponseTool, choice_for_chat
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "top_k", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "cache_salt",
-    "chat_template_kwargs", "priority",
+    "chat_template_kwargs", "mm_processor_kwargs", "priority",
 )  # fmt: skip
 """Fields that a chat request has under the same name."""
 

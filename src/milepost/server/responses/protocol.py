@@ -281,6 +281,7 @@ class ResponsesRequest(AnswerFields):
     """Limits calls of tools that a server runs; none are run here."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     def changed(self) -> Iterator[str]:
         for name in self.include or ():
