@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import CallReader
 from milepost.server.parsing.json_calls import JsonCalls
-from milepost.server.parsing.keyed_calls import KeyedCalls
 from milepost.server.parsing.named_calls import NamedCalls
 from milepost.server.parsing.pythonic_calls import PythonicCalls
 from milepost.server.parsing.reasoning import ThinkTags
@@ -67,7 +66,14 @@ TOOL_CALLS: Mapping[str, ToolCalls] = {
         signs=("<|tool_calls_section_begin|>",),
     ),
     # Ling 3.0, which writes calls as GLM-4.5 and its successors do.
-    "ling3": KeyedCalls(),
+    "ling3": TaggedCalls(
+        function=("", "", ""),
+        key=("<arg_key>", "</arg_key>"),
+        value=("<arg_value>", "</arg_value>"),
+        names=(r"[^<\n{]*", r"[^<]*"),
+        line="",
+        signs=("<tool_call>", "<arg_key>", "<arg_value>"),
+    ),
     # Nemotron Nano. From Nemotron 3 on it writes Qwen3-Coder's form.
     "nemotron_json": JsonCalls(
         open="<TOOLCALL>",
