@@ -17,8 +17,9 @@ from milepost.layers.mamba2 import Mamba2Shapes
 from milepost.layers.mla import MLAShapes
 from milepost.layers.moe import ExpertShapes
 from milepost.layers.mtp import MTPHead
+from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer
+from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.tower import Tower
 from milepost.models.decoder import Decoder, DecoderParts
@@ -138,16 +139,41 @@ def rotary_of(layers: Iterable[Layer]) -> Rotary | None:
     return next((part.rotary for part in parts if part.rotary is not None), None)
 
 
+def norm_of(
+    config: PreTrainedConfig, scope: ModuleScope, *, eps: float | None = None, **others: Any
+) -> RMSNorm:
+    """Returns a norm of the residual stream."""
+    eps = config.rms_norm_eps if eps is None else eps
+    return RMSNorm(config.hidden_size, eps, scope, **others)
+
+
+NORMS = "input_layernorm", "post_attention_layernorm"
+
+
+def plain_layer(
+    config: PreTrainedConfig,
+    scope: ModuleScope,
+    *parts: Part,
+    norms: tuple[str, str] = NORMS,
+    **options: Any,
+) -> Layer:
+    """Returns a layer of one mixer, or of several side by side, and a feed-forward, with a norm
+    before each; `options` are those of the norms."""
+    first, second = (norm_of(config, scope.under(name), **options) for name in norms)
+    return Layer(ResidualBlock(*parts[:-1], pre=first), ResidualBlock(parts[-1], pre=second))
+
+
 def attention_shapes(config: PreTrainedConfig, **others: Any) -> AttentionShapes:
     """Returns attention sizes from the setting names that most configurations use."""
     head_dim = getattr(config, "head_dim", None)
+    names = {"norm_eps": "rms_norm_eps", "bias": "attention_bias"}
+    read = {key: getattr(config, name) for key, name in names.items() if key not in others}
     return AttentionShapes(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        norm_eps=config.rms_norm_eps,
-        bias=config.attention_bias,
+        **read,
         **others,
     )
 

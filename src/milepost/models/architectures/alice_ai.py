@@ -3,6 +3,8 @@ by corrected sigmoids, and attention over blocks of layers in place of the resid
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import AutoConfig, PreTrainedConfig, Qwen3NextConfig
 
 from milepost.errors import UnsupportedModelError
@@ -10,13 +12,20 @@ from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention
 from milepost.layers.kda import KDA, KDAShapes
 from milepost.layers.moe import ExpertShapes, MoE
-from milepost.layers.norm import RMSNorm, StreamNorm
+from milepost.layers.norm import StreamNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.residual import ResidualAttention
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture, attention_shapes, is_unset, only
-from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, settle_qwen
+from milepost.models.architecture import (
+    NORMS,
+    Architecture,
+    attention_shapes,
+    is_unset,
+    norm_of,
+    only,
+)
+from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes, settle_qwen
 from milepost.models.decoder import DecoderParts
 
 
@@ -33,7 +42,7 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             mixer = KDA(delta, inner.under("linear_attn"))
         mlp = MoE(config.hidden_size, experts, inner.under("mlp"))
         layers.append(_layer(config, inner, index, (mixer, mlp)))
-    norm = _norm(config, scope.under("norm"))
+    norm = norm_of(config, scope.under("norm"), offset=1.0)
     last = ResidualAttention(norm, scope.under("attnres_final"), "res")
     return DecoderParts(layers=layers, norm=last)
 
@@ -42,10 +51,9 @@ def _layer(
     config: PreTrainedConfig, scope: ModuleScope, index: int, parts: tuple[Part, Part]
 ) -> Layer:
     mixer, mlp = parts
-    first = _norm(config, scope.under("input_layernorm"))
+    first, norm = (norm_of(config, scope.under(name), offset=1.0) for name in NORMS)
     # The first layer reads the embedding, the only source.
     pre: StreamNorm = ResidualAttention(first, scope, "attn_res") if index > 0 else first
-    norm = _norm(config, scope.under("post_attention_layernorm"))
     is_first = index % config.block_attn_res_block_size == 0
     between = ResidualAttention(norm, scope, "mlp_res", opens=is_first)
     return Layer(ResidualBlock(mixer, pre=pre), ResidualBlock(mlp, pre=between))
@@ -69,19 +77,8 @@ def _kda_shapes(config: PreTrainedConfig) -> KDAShapes:
 
 
 def _experts(config: PreTrainedConfig) -> ExpertShapes:
-    return ExpertShapes(
-        num_experts=config.num_experts,
-        num_chosen=config.num_experts_per_tok,
-        size=config.moe_intermediate_size,
-        shared_size=config.shared_expert_intermediate_size,
-        normalise=config.norm_topk_prob,
-        scores=Scores(kind="sigmoid", norm_eps=1e-20),
-        has_bias=True,
-    )
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, offset=1.0)
+    shapes = expert_shapes(config, normalise=config.norm_topk_prob)
+    return replace(shapes, scores=Scores(kind="sigmoid", norm_eps=1e-20), has_bias=True)
 
 
 class AliceAIConfig(Qwen3NextConfig):

@@ -13,9 +13,8 @@ from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import MoE
 from milepost.layers.mtp import FIRST_ROW, HeadNames, MTPHead
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, Part, ResidualBlock
+from milepost.layers.parts import Part
 from milepost.layers.rotary import Rotary
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
@@ -24,7 +23,9 @@ from milepost.models.architecture import (
     is_unset,
     kda_shapes,
     latent_shapes,
+    norm_of,
     only,
+    plain_layer,
 )
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, name_dense_layers, take_same
@@ -51,21 +52,15 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             mlp = MLP(config.hidden_size, config.intermediate_size, inner.under("mlp"))
         else:
             mlp = _mixture(config, inner, index)
-        layers.append(_layer(config, inner, mixer, mlp))
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
+        layers.append(plain_layer(config, inner, mixer, mlp))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("norm")))
 
 
 def _head(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary) -> MTPHead:
     attention = _attention(config, scope, rotary, first_row=FIRST_ROW)
-    layer = _layer(config, scope, attention, _mixture(config, scope, config.num_hidden_layers))
+    mlp = _mixture(config, scope, config.num_hidden_layers)
+    layer = plain_layer(config, scope, attention, mlp)
     return MTPHead(config.hidden_size, layer, scope, eps=config.rms_norm_eps, names=_HEAD)
-
-
-def _layer(config: PreTrainedConfig, scope: ModuleScope, mixer: Part, mlp: Part) -> Layer:
-    norms = [
-        _norm(config, scope.under(f"{name}_layernorm")) for name in ("input", "post_attention")
-    ]
-    return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
 
 
 def _attention(
@@ -82,10 +77,6 @@ def _mixture(config: PreTrainedConfig, scope: ModuleScope, index: int) -> MoE:
     limits = [float(each[index] or 0) if index < len(each) else 0.0 for each in listed]
     shapes = grouped_shapes(config, limit=limits[0], shared_limit=limits[1])
     return MoE(config.hidden_size, shapes, scope.under("mlp"), _EXPERTS)
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _settle(settings: dict[str, Any]) -> None:

@@ -11,13 +11,20 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture, attention_shapes, is_unset, mamba2_shapes
+from milepost.models.architecture import (
+    Architecture,
+    attention_shapes,
+    is_unset,
+    mamba2_shapes,
+    norm_of,
+    plain_layer,
+)
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same
+
+_NORMS = "input_layernorm", "pre_ff_layernorm"
 
 
 def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
@@ -32,13 +39,8 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             else Mamba2(mamba2_shapes(config), inner.under("mamba"))
         )
         mlp = MLP(config.hidden_size, config.intermediate_size, inner.under("feed_forward"))
-        layers.append(
-            Layer(
-                ResidualBlock(mixer, pre=_norm(config, inner.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, inner.under("pre_ff_layernorm"))),
-            )
-        )
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("final_layernorm")))
+        layers.append(plain_layer(config, inner, mixer, mlp, norms=_NORMS))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("final_layernorm")))
 
 
 def _refuse_other_rotary(config: PreTrainedConfig) -> None:
@@ -49,10 +51,6 @@ def _refuse_other_rotary(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"attn_rotary_emb={size} is not supported; supported is {half}, half of a head"
         )
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 _LAYERS = ("attn_layer_indices", "layer_types", "layers_block_type")

@@ -13,9 +13,7 @@ from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import (
     Architecture,
@@ -23,8 +21,12 @@ from milepost.models.architecture import (
     is_true_or_unset,
     is_unset,
     mamba2_shapes,
+    norm_of,
+    plain_layer,
 )
 from milepost.models.decoder import DecoderParts
+
+_NORMS = "input_layernorm", "pre_ff_layernorm"
 
 
 def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
@@ -40,15 +42,10 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             Mamba2(mamba, inner.under("mamba")),
         )
         mlp = MLP(size, config.intermediate_size, inner.under("feed_forward"))
-        layers.append(
-            Layer(
-                ResidualBlock(*mixers, pre=_norm(config, inner.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, inner.under("pre_ff_layernorm"))),
-            )
-        )
+        layers.append(plain_layer(config, inner, *mixers, mlp, norms=_NORMS))
     return DecoderParts(
         layers=layers,
-        norm=_norm(config, scope.under("final_layernorm")),
+        norm=norm_of(config, scope.under("final_layernorm")),
         embedding_multiplier=config.embedding_multiplier,
         logits_multiplier=config.lm_head_multiplier,
         factors=_factors(config, mamba),
@@ -74,10 +71,6 @@ def _factors(config: PreTrainedConfig, mamba: Mamba2Shapes) -> dict[str, Tensor 
         "feed_forward.gate_proj.weight": gate,
         "feed_forward.down_proj.weight": down,
     }
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _settle(settings: dict[str, Any]) -> None:

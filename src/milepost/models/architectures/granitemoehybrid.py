@@ -10,12 +10,17 @@ from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, Part, ResidualBlock
+from milepost.layers.parts import Part
 from milepost.layers.rotary import Rotary
 from milepost.layers.weights import ExpertNames
-from milepost.models.architecture import Architecture, attention_shapes, mamba2_shapes
+from milepost.models.architecture import (
+    Architecture,
+    attention_shapes,
+    mamba2_shapes,
+    norm_of,
+    plain_layer,
+)
 from milepost.models.decoder import DecoderParts
 
 _SHARED = "input_linear", "input_linear", "output_linear"
@@ -38,6 +43,8 @@ _TRANSFORMERS = ExpertNames(
 def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
     rotary = Rotary(config, scope.device) if config.position_embedding_type == "rope" else None
     attention = attention_shapes(config, scale=config.attention_multiplier)
+    # A norm multiplies the block's output before it, before adding that to the residual stream.
+    options = {"multiplier": config.residual_multiplier}
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         inner = scope.under(f"layers.{index}")
@@ -46,18 +53,10 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             if layer_type == "full_attention"
             else Mamba2(mamba2_shapes(config), inner.under("mamba"))
         )
-        pre, between = (
-            _norm(config, inner.under(f"{name}_layernorm")) for name in ("input", "post_attention")
-        )
-        layers.append(
-            Layer(
-                ResidualBlock(mixer, pre=pre),
-                ResidualBlock(_feed_forward(config, inner), pre=between),
-            )
-        )
+        layers.append(plain_layer(config, inner, mixer, _feed_forward(config, inner), **options))
     return DecoderParts(
         layers=layers,
-        norm=_norm(config, scope.under("norm")),
+        norm=norm_of(config, scope.under("norm"), **options),
         embedding_multiplier=config.embedding_multiplier,
         logits_multiplier=1 / config.logits_scaling,
     )
@@ -77,13 +76,6 @@ def _feed_forward(config: PreTrainedConfig, scope: ModuleScope) -> Part:
     )
     names = _TRANSFORMERS if scope.has(f"{_TRANSFORMERS.router}.weight") else _PUBLISHED
     return MoE(config.hidden_size, shapes, scope, names)
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    """Returns a norm that multiplies the previous block's output before adding it to the residual
-    stream."""
-    multiplier = config.residual_multiplier
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, multiplier=multiplier)
 
 
 ARCHITECTURES = (

@@ -13,9 +13,8 @@ from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import MoE
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, Part, ResidualBlock
+from milepost.layers.parts import Part
 from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
@@ -24,6 +23,8 @@ from milepost.models.architecture import (
     is_unset,
     kda_shapes,
     latent_shapes,
+    norm_of,
+    plain_layer,
 )
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, name_dense_layers, take_same
@@ -47,13 +48,8 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
             mlp = MLP(hidden_size, config.intermediate_size, _feed_forward(inner, "gate_proj"))
         else:
             mlp = MoE(hidden_size, experts, _feed_forward(inner, "gate"), _EXPERT_NAMES)
-        layers.append(
-            Layer(
-                ResidualBlock(mixer, pre=_norm(config, inner.under("input_layernorm"))),
-                ResidualBlock(mlp, pre=_norm(config, inner.under("post_attention_layernorm"))),
-            )
-        )
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
+        layers.append(plain_layer(config, inner, mixer, mlp))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("norm")))
 
 
 def _feed_forward(scope: ModuleScope, projection: str) -> ModuleScope:
@@ -61,10 +57,6 @@ def _feed_forward(scope: ModuleScope, projection: str) -> ModuleScope:
     experts; transformers uses one for all layers."""
     sparse = scope.under("block_sparse_moe")
     return sparse if sparse.has_projection(projection) else scope.under("mlp")
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 def _has_kda_alone(value: Mapping[str, object] | None) -> bool:

@@ -10,22 +10,27 @@ from typing import Any
 from transformers import Lfm2Config, PreTrainedConfig
 
 from milepost.kernels.products import Scores
-from milepost.layers.attention import Attention, AttentionNames, AttentionShapes
+from milepost.layers.attention import Attention, AttentionNames
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
 from milepost.layers.weights import ExpertNames
-from milepost.models.architecture import Architecture, is_true_or_unset
+from milepost.models.architecture import (
+    Architecture,
+    attention_shapes,
+    is_true_or_unset,
+    norm_of,
+    plain_layer,
+)
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
 from milepost.models.towers import siglip_tower
 
 _NAMES = AttentionNames(out="out_proj", query_norm="q_layernorm", key_norm="k_layernorm")
 _GATE_UP_DOWN = "w1", "w3", "w2"
+_NORMS = "operator_norm", "ffn_norm"
 _EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
 
 FeedForward = Callable[[int, ModuleScope], MLP | MoE]
@@ -62,37 +67,20 @@ def _sparse(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
 
 
 def _parts(config: PreTrainedConfig, scope: ModuleScope, feed_forward: FeedForward) -> DecoderParts:
-    size, rotary = config.hidden_size, Rotary(config, scope.device)
+    size, eps, rotary = config.hidden_size, config.norm_eps, Rotary(config, scope.device)
+    attention = attention_shapes(config, norm="each", norm_eps=eps, bias=False)
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         inner = scope.under(f"layers.{index}")
         mixer = (
-            Attention(_attention(config), inner.under("self_attn"), rotary=rotary, names=_NAMES)
+            Attention(attention, inner.under("self_attn"), rotary=rotary, names=_NAMES)
             if layer_type == "full_attention"
             else ShortConv(size, config.conv_L_cache, inner.under("conv"), bias=config.conv_bias)
         )
-        layers.append(
-            Layer(
-                ResidualBlock(mixer, pre=_norm(config, inner.under("operator_norm"))),
-                ResidualBlock(
-                    feed_forward(index, inner.under("feed_forward")),
-                    pre=_norm(config, inner.under("ffn_norm")),
-                ),
-            )
-        )
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("embedding_norm")))
-
-
-def _attention(config: PreTrainedConfig) -> AttentionShapes:
-    return AttentionShapes(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        norm="each",
-        norm_eps=config.norm_eps,
-    )
+        mlp = feed_forward(index, inner.under("feed_forward"))
+        layers.append(plain_layer(config, inner, mixer, mlp, norms=_NORMS, eps=eps))
+    norm = norm_of(config, scope.under("embedding_norm"), eps=eps)
+    return DecoderParts(layers=layers, norm=norm)
 
 
 def _feed_forward_size(config: PreTrainedConfig) -> int:
@@ -106,10 +94,6 @@ def _feed_forward_size(config: PreTrainedConfig) -> int:
         return size
     step = int(config.block_multiple_of)
     return -(-int(config.block_ffn_dim_multiplier * size) // step) * step
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.norm_eps, scope)
 
 
 def _settle_dense(settings: dict[str, Any]) -> None:

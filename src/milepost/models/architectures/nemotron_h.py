@@ -15,15 +15,14 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.products import Scores
-from milepost.layers.attention import Attention, AttentionShapes
+from milepost.layers.attention import Attention
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, Part, ResidualBlock
 from milepost.layers.weights import ExpertNames
-from milepost.models.architecture import Architecture, is_unset
+from milepost.models.architecture import Architecture, attention_shapes, is_unset, norm_of
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same
 from milepost.models.radio import radio_tower
@@ -37,12 +36,13 @@ _NAMES = ExpertNames(
 
 
 def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
-    layers = []
+    layers, eps = [], config.layer_norm_epsilon
     for index, layer_type in enumerate(config.layer_types):
         inner = scope.under(f"layers.{index}")
+        norm = norm_of(config, inner.under("norm"), eps=eps)
         part = _PARTS[layer_type](config, inner.under("mixer"))
-        layers.append(Layer(ResidualBlock(part, pre=_norm(config, inner.under("norm")))))
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm_f")))
+        layers.append(Layer(ResidualBlock(part, pre=norm)))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("norm_f"), eps=eps))
 
 
 def _mamba2(config: PreTrainedConfig, scope: ModuleScope) -> Part:
@@ -63,12 +63,7 @@ def _mamba2(config: PreTrainedConfig, scope: ModuleScope) -> Part:
 
 
 def _attention(config: PreTrainedConfig, scope: ModuleScope) -> Part:
-    shapes = AttentionShapes(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
+    shapes = attention_shapes(config, norm_eps=config.layer_norm_epsilon, bias=False)
     return Attention(shapes, scope, rotary=None)
 
 
@@ -102,10 +97,6 @@ _PARTS = {
     "mlp": _mlp,
     "moe": _experts,
 }
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.layer_norm_epsilon, scope)
 
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}

@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig
 from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import BY_LETTER, GatedDelta
 from milepost.layers.mlp import MLP
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, ResidualBlock
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
+from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes, norm_of
 from milepost.models.decoder import DecoderParts
 
 _GATED_NORM_EPS = 1e-5
@@ -36,7 +35,7 @@ def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
         else _recurrent(config, scope.under(f"layers.{index}"))
         for index, layer_type in enumerate(config.layer_types)
     ]
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("norm")))
 
 
 def _attention(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary | None) -> Layer:
@@ -44,10 +43,10 @@ def _attention(config: PreTrainedConfig, scope: ModuleScope, rotary: Rotary | No
     return Layer(
         ResidualBlock(
             Attention(shapes, scope.under("self_attn"), rotary=rotary),
-            post=_norm(config, _in_dialect(scope, "post_attention_layernorm")),
+            post=norm_of(config, _in_dialect(scope, "post_attention_layernorm")),
         ),
         ResidualBlock(
-            _mlp(config, scope), post=_norm(config, scope.under("post_feedforward_layernorm"))
+            _mlp(config, scope), post=norm_of(config, scope.under("post_feedforward_layernorm"))
         ),
     )
 
@@ -60,9 +59,9 @@ def _recurrent(config: PreTrainedConfig, scope: ModuleScope) -> Layer:
     )
     mixer = GatedDelta(shapes, scope.under("linear_attn"), BY_LETTER)
     return Layer(
-        ResidualBlock(mixer, pre=_norm(config, _in_dialect(scope, "input_layernorm"))),
+        ResidualBlock(mixer, pre=norm_of(config, _in_dialect(scope, "input_layernorm"))),
         ResidualBlock(
-            _mlp(config, scope), pre=_norm(config, _in_dialect(scope, "post_attention_layernorm"))
+            _mlp(config, scope), pre=norm_of(config, _in_dialect(scope, "post_attention_layernorm"))
         ),
     )
 
@@ -76,10 +75,6 @@ def _in_dialect(scope: ModuleScope, name: str) -> ModuleScope:
 
 def _mlp(config: PreTrainedConfig, scope: ModuleScope) -> MLP:
     return MLP(config.hidden_size, config.intermediate_size, scope.under("mlp"))
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope)
 
 
 ARCHITECTURES = (Architecture(model_types=("olmo_hybrid",), build=_parts),)

@@ -12,11 +12,16 @@ from milepost.layers.gated_delta import INTERLEAVED, Arrangement, GatedDelta
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.mtp import FIRST_ROW, MTPHead
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import Layer, Part, ResidualBlock
+from milepost.layers.parts import Layer, Part
 from milepost.layers.rotary import Rotary
-from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
+from milepost.models.architecture import (
+    Architecture,
+    attention_shapes,
+    gated_delta_shapes,
+    norm_of,
+    plain_layer,
+)
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import listed_layers, take_same
 
@@ -49,7 +54,7 @@ def qwen_parts(
         else:
             mixer = GatedDelta(gated_delta_shapes(config), inner.under("linear_attn"), arrangement)
         layers.append(_layer(config, inner, mixer, shapes))
-    return DecoderParts(layers=layers, norm=_norm(config, scope.under("norm")))
+    return DecoderParts(layers=layers, norm=norm_of(config, scope.under("norm"), offset=1.0))
 
 
 def qwen_head(
@@ -81,14 +86,7 @@ def _layer(
         if experts is None
         else MoE(size, experts, mlp_scope)
     )
-    norms = [
-        _norm(config, scope.under(f"{name}_layernorm")) for name in ("input", "post_attention")
-    ]
-    return Layer(ResidualBlock(mixer, pre=norms[0]), ResidualBlock(mlp, pre=norms[1]))
-
-
-def _norm(config: PreTrainedConfig, scope: ModuleScope) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, scope, offset=1.0)
+    return plain_layer(config, scope, mixer, mlp, offset=1.0)
 
 
 def _parts(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
