@@ -13,18 +13,9 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower import Tower, TowerModules
 from milepost.layers.tower_parts import LayerNorm, TowerBlock, TowerLinear, TowerNames, TowerShapes
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
-from milepost.models.towers import refuse, size_of
+from milepost.models.towers import refuse, shapes_of, size_of
 
-_SIZES: dict[str, int] = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 2**16,
-    "num_attention_heads": 2**10,
-    "patch_size": 256,
-    "num_channels": 3,
-    "max_img_size": 2**14,
-    "num_cls_tokens": 1024,
-    "num_registers": 1024,
-}
+_SIZES = "num_hidden_layers", "hidden_size", "num_attention_heads", "patch_size", "num_channels"
 _PUBLISHED = TowerNames(
     embedding="radio_model.model.patch_generator.embedder",
     positions="radio_model.model.patch_generator.pos_embed",
@@ -83,40 +74,31 @@ def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
 def _shapes(whole: PreTrainedConfig) -> TowerShapes:
     config = whole.vision_config
     refuse(config, "model_type", config.model_type != "radio", "radio")
-    sizes = {name: size_of(config, name, most) for name, most in _SIZES.items()}
     for name, value in (
         ("hidden_act", "gelu"),
         ("use_swiglu_ffn", False),
         ("qkv_bias", True),
-        ("num_channels", 3),
     ):
         refuse(config, name, getattr(config, name, None) != value, repr(value))
-    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
-    wanted = f"a divisor of hidden_size={hidden_size} / 4"
-    refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
-    ratio = config.mlp_ratio
+    hidden_size, ratio = size_of(config, "hidden_size", 2**16), config.mlp_ratio
     is_fit = isinstance(ratio, int | float) and 0 < ratio * hidden_size <= 2**18
     refuse(config, "mlp_ratio", not is_fit, "a number above 0")
     refuse(whole, "downsample_ratio", whole.downsample_ratio != 0.5, "0.5")
     is_other = whole.vision_hidden_size != hidden_size
     refuse(whole, "vision_hidden_size", is_other, f"the tower's hidden_size={hidden_size}")
-    return TowerShapes(
-        depth=sizes["num_hidden_layers"],
-        hidden_size=hidden_size,
-        num_heads=num_heads,
+    num_rows = size_of(config, "max_img_size", 2**14) // size_of(config, "patch_size", 256)
+    names = "num_cls_tokens", "num_registers"
+    return shapes_of(
+        whole,
+        _SIZES,
         feed_forward_size=int(hidden_size * ratio),
-        output_size=whole.get_text_config().hidden_size,
-        patch_size=sizes["patch_size"],
         merge_size=2,
-        num_frames=1,
-        num_channels=3,
-        num_positions=(sizes["max_img_size"] // sizes["patch_size"]) ** 2,
-        theta=None,
+        num_positions=num_rows**2,
         eps=config.layer_norm_eps,
         merger_size=size_of(whole, "projector_hidden_size", 2**18),
         table_fit="cropped",
         gelu="none",
-        num_prefix=sizes["num_cls_tokens"] + sizes["num_registers"],
+        num_prefix=sum(size_of(config, name, 1024) for name in names),
         reads_floats=True,
     )
 

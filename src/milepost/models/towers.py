@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,67 +18,50 @@ from milepost.layers.tower_parts import TowerNames, TowerShapes
 
 _THETA = 10_000.0
 """Base of the rotary frequencies if a configuration does not name it."""
-_MOST: dict[str, int] = {
-    "depth": 1024,
-    "hidden_size": 2**16,
-    "num_heads": 2**10,
-    "intermediate_size": 2**18,
-    "out_hidden_size": 2**18,
-    "patch_size": 256,
-    "spatial_merge_size": 16,
-    "temporal_patch_size": 16,
-    "in_channels": 3,
-    "num_position_embeddings": 2**20,
+_SIZES: dict[str, tuple[str, int]] = {
+    "depth": ("depth", 1024),
+    "num_hidden_layers": ("depth", 1024),
+    "hidden_size": ("hidden_size", 2**16),
+    "num_heads": ("num_heads", 2**10),
+    "num_attention_heads": ("num_heads", 2**10),
+    "intermediate_size": ("feed_forward_size", 2**18),
+    "out_hidden_size": ("output_size", 2**18),
+    "patch_size": ("patch_size", 256),
+    "spatial_merge_size": ("merge_size", 16),
+    "temporal_patch_size": ("num_frames", 16),
+    "in_channels": ("num_channels", 3),
+    "num_channels": ("num_channels", 3),
+    "num_position_embeddings": ("num_positions", 2**20),
+    "num_patches": ("num_positions", 2**20),
 }
-"""Setting -> largest value; the smallest is 1."""
+"""Setting -> the size that it is, and its largest value; the smallest is 1."""
+_QWEN = (
+    *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "patch_size"),
+    *("spatial_merge_size", "temporal_patch_size", "in_channels", "num_position_embeddings"),
+)
 
 
 def qwen_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of Qwen3.5 and its successors: Qwen3-VL's without the embeddings that this
     one adds to deep layers. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: size_of(config, name, most) for name, most in _MOST.items()}
     refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     indexes = getattr(config, "deepstack_visual_indexes", None)
     refuse(config, "deepstack_visual_indexes", bool(indexes), "none")
-    refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
-    num_heads, hidden_size = sizes["num_heads"], sizes["hidden_size"]
-    is_uneven = hidden_size % (4 * num_heads) > 0
-    refuse(config, "num_heads", is_uneven, f"a divisor of hidden_size={hidden_size} / 4")
-    count = sizes["num_position_embeddings"]
-    refuse(config, "num_position_embeddings", round(count**0.5) ** 2 != count, "a square")
-    text_size = whole.get_text_config().hidden_size
-    output_size = sizes["out_hidden_size"]
-    refuse(
-        config, "out_hidden_size", output_size != text_size, f"the model's hidden_size={text_size}"
-    )
-    _check_sections(whole.get_text_config())
-    shapes = TowerShapes(
-        depth=sizes["depth"],
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        feed_forward_size=sizes["intermediate_size"],
-        output_size=output_size,
-        patch_size=sizes["patch_size"],
-        merge_size=sizes["spatial_merge_size"],
-        num_frames=sizes["temporal_patch_size"],
-        num_channels=sizes["in_channels"],
-        num_positions=count,
-        theta=_theta(config),
-    )
+    text = whole.get_text_config()
+    shapes = shapes_of(whole, _QWEN, theta=_theta(config))
+    is_other = shapes.output_size != text.hidden_size
+    wanted = f"the model's hidden_size={text.hidden_size}"
+    refuse(config, "out_hidden_size", is_other, wanted)
+    _check_sections(text)
     return Tower(shapes, scope)
 
 
 _PROJECTOR = "multi_modal_projector"
-_SIGLIP: dict[str, int] = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 2**16,
-    "num_attention_heads": 2**10,
-    "intermediate_size": 2**18,
-    "patch_size": 256,
-    "num_channels": 3,
-    "num_patches": 2**20,
-}
+_SIGLIP = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+    *("patch_size", "num_channels", "num_patches"),
+)
 _SIGLIP_NAMES = TowerNames(
     embedding="embeddings.patch_embedding",
     has_channels_last=True,
@@ -99,18 +83,10 @@ def siglip_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of LFM2-VL and LFM2.5-VL: SigLIP2 for pictures of any shape (NaFlex), and a
     projector that merges its patches. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: size_of(config, name, most) for name, most in _SIGLIP.items()}
     refuse(
         config, "model_type", config.model_type != "siglip2_vision_model", "siglip2_vision_model"
     )
     refuse(config, "hidden_act", config.hidden_act != "gelu_pytorch_tanh", "gelu_pytorch_tanh")
-    refuse(config, "num_channels", sizes["num_channels"] != 3, "3")
-    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
-    is_uneven = hidden_size % (4 * num_heads) > 0
-    wanted = f"a divisor of hidden_size={hidden_size} / 4"
-    refuse(config, "num_attention_heads", is_uneven, wanted)
-    count = sizes["num_patches"]
-    refuse(config, "num_patches", round(count**0.5) ** 2 != count, "a square")
     merge_size = size_of(whole, "downsample_factor", 16)
     merger_size = size_of(whole, "projector_hidden_size", 2**18)
     for name, values, wanted in (
@@ -119,18 +95,10 @@ def siglip_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         ("vision_feature_layer", (None, -1), "-1"),
     ):
         refuse(whole, name, getattr(whole, name, None) not in values, wanted)
-    shapes = TowerShapes(
-        depth=sizes["num_hidden_layers"],
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        feed_forward_size=sizes["intermediate_size"],
-        output_size=whole.get_text_config().hidden_size,
-        patch_size=sizes["patch_size"],
+    shapes = shapes_of(
+        whole,
+        _SIGLIP,
         merge_size=merge_size,
-        num_frames=1,
-        num_channels=sizes["num_channels"],
-        num_positions=count,
-        theta=None,
         eps=config.layer_norm_eps,
         merger_size=merger_size,
         table_fit="averaged",
@@ -146,18 +114,10 @@ def siglip_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     return Tower(shapes, root.under(path), names, root.under(projector))
 
 
-_GRID: dict[str, int] = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 2**16,
-    "num_attention_heads": 2**10,
-    "num_key_value_heads": 2**10,
-    "intermediate_size": 2**18,
-    "patch_size": 256,
-    "spatial_merge_size": 16,
-    "temporal_patch_size": 16,
-    "in_channels": 3,
-    "conv_kernel_size": 255,
-}
+_GRID = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "patch_size"),
+    *("spatial_merge_size", "temporal_patch_size", "in_channels"),
+)
 _GRID_NAMES = TowerNames(norm="layer_norm", merger=("linear_1", "linear_2"))
 _MIXERS = ("conv", "full_attention")
 
@@ -166,33 +126,22 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     """Builds the tower of LFM3-VL, whose blocks convolve a picture over its grid or attend, and its
     projector. Raises UnsupportedModelError, naming the setting."""
     config = whole.vision_config
-    sizes = {name: size_of(config, name, most) for name, most in _GRID.items()}
-    refuse(config, "in_channels", sizes["in_channels"] != 3, "3")
-    num_heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
-    wanted = f"a divisor of hidden_size={hidden_size} / 4"
-    refuse(config, "num_attention_heads", hidden_size % (4 * num_heads) > 0, wanted)
-    num_kv_heads, width = sizes["num_key_value_heads"], sizes["conv_kernel_size"]
+    num_kv_heads = size_of(config, "num_key_value_heads", 2**10)
+    width = size_of(config, "conv_kernel_size", 255)
+    depth = size_of(config, "num_hidden_layers", 1024)
+    num_heads = size_of(config, "num_attention_heads", 2**10)
     wanted = f"a divisor of num_attention_heads={num_heads}"
     refuse(config, "num_key_value_heads", num_heads % num_kv_heads > 0, wanted)
     refuse(config, "conv_kernel_size", width % 2 == 0, "an odd number")
     mixers: Any = getattr(config, "layer_types", None)
-    depth = sizes["num_hidden_layers"]
     is_list = isinstance(mixers, list | tuple) and len(mixers) == depth
     is_known = is_list and all(each in _MIXERS for each in mixers)
     refuse(config, "layer_types", not is_known, f"{depth} of {' and '.join(_MIXERS)}")
     for name, value in (("projector_hidden_act", "gelu"), ("projector_bias", True)):
         refuse(whole, name, getattr(whole, name, None) != value, repr(value))
-    shapes = TowerShapes(
-        depth=depth,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        feed_forward_size=sizes["intermediate_size"],
-        output_size=whole.get_text_config().hidden_size,
-        patch_size=sizes["patch_size"],
-        merge_size=sizes["spatial_merge_size"],
-        num_frames=sizes["temporal_patch_size"],
-        num_channels=sizes["in_channels"],
-        num_positions=0,
+    shapes = shapes_of(
+        whole,
+        _GRID,
         theta=_theta(config),
         merger_size=size_of(whole, "projector_hidden_size", 2**18),
         is_gated=True,
@@ -214,6 +163,25 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         merger=Merger(shapes, _GRID_NAMES, projector, projector),
     )
     return Tower(shapes, tower, _GRID_NAMES, modules=modules)
+
+
+def shapes_of(whole: PreTrainedConfig, settings: Iterable[str], **others: Any) -> TowerShapes:
+    """Reads these sizes of a vision part, beside which `others` are given. Raises
+    UnsupportedModelError, naming the setting, if no tower of this kind has such a size."""
+    config = whole.vision_config
+    names = {_SIZES[name][0]: name for name in settings}
+    read = {field: size_of(config, name, _SIZES[name][1]) for field, name in names.items()}
+    by_default = {"output_size": whole.get_text_config().hidden_size, "num_frames": 1}
+    by_default |= {"num_positions": 0, "theta": None}
+    shapes = TowerShapes(**{**by_default, **read, **others})
+    refuse(config, names["num_channels"], shapes.num_channels != 3, "3")
+    is_uneven = shapes.hidden_size % (4 * shapes.num_heads) > 0
+    wanted = f"a divisor of hidden_size={shapes.hidden_size} / 4"
+    refuse(config, names["num_heads"], is_uneven, wanted)
+    if name := names.get("num_positions"):
+        is_square = round(shapes.num_positions**0.5) ** 2 == shapes.num_positions
+        refuse(config, name, not is_square, "a square")
+    return shapes
 
 
 def size_of(config: PreTrainedConfig, name: str, most: int) -> int:
