@@ -31,7 +31,7 @@ from milepost import LLM, SamplingParams
 from milepost.engine.loop.tiering import Tiering
 from milepost.scheduler.outside import Offer
 from milepost.tiers.disk import NUM_READERS
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 
 LONG = 31_700
 

@@ -192,7 +192,7 @@ def test_nothing_of_the_core_names_an_annex():
 @pytest.mark.parametrize(
     "line",
     [
-        "from milepost.disaggregation.access import Access",
+        "from milepost.disaggregation.exchange import Access",
         "from milepost import page",
         "from milepost.cli.bench import command",
         "from milepost.cli import simulate",

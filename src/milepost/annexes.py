@@ -26,7 +26,7 @@ class Annex:
 
 ANNEXES: Final = {
     "exchange": Annex(
-        folder="disaggregation", module="disaggregation.access", extra="disaggregation"
+        folder="disaggregation", module="disaggregation.exchange", extra="disaggregation"
     ),
     "events": Annex(folder="kv_events", module="kv_events", extra="server"),
     "page": Annex(folder="page", module="page.routes", extra="server"),

@@ -18,18 +18,19 @@ from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import (
     ANSWERS,
     ENCODER,
+    Asked,
     Beat,
     Claim,
     Declined,
     Find,
     Gone,
     Granted,
+    Read,
     Reading,
     Release,
     Released,
     Welcome,
 )
-from milepost.disaggregation.outcomes import Asked, Read
 from milepost.kv_transfer_config import PeerNetworks
 from tests.disaggregation.test_faults import hello
 from tests.pictured_texts import LENGTHS, picture

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from milepost.disaggregation.access import Access
 from milepost.disaggregation.all_ranks import AllRanks, fencing
+from milepost.disaggregation.exchange import Access
 from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize, decode
 from milepost.disaggregation.part_reader import PartReader

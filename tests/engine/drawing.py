@@ -16,7 +16,7 @@ from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import read_prompt
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import StructuredOutputs
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import num_held, tiering_of
 from tests.invariants import check
 

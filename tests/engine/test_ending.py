@@ -15,7 +15,7 @@ import torch
 from milepost.engine.prompts import Prompt
 from milepost.errors import EngineDeadError
 from milepost.tiers.files import Files
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engine import programs
 from tests.engines import (
     NUM_TOKENS,

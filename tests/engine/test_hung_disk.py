@@ -15,7 +15,7 @@ from milepost.cache import Lost
 from milepost.tiers import disk as disk_module
 from milepost.tiers import finding
 from milepost.tiers.files import Files
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tiering_of, tokens
 
 END = 300 + NUM_TOKENS - 1

@@ -7,9 +7,9 @@ from milepost.config import EngineConfig
 from milepost.engine.loop.core import Engine
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidRequestError
-from milepost.runner import prompt_scores
+from milepost.runner import choice
 from milepost.sampling_params import SamplingParams
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import tiering_of
 
 TOKENS = [5 + (7 * i) % 400 for i in range(300)]
@@ -85,7 +85,7 @@ def test_what_an_earlier_engine_left_on_disk_is_computed(tmp_path):
 
 def test_pieces_do_not_show(engine, monkeypatch):
     whole = scored(engine, TOKENS).output().prompt_logprobs
-    monkeypatch.setattr(prompt_scores, "PIECE_ROWS", 7)
+    monkeypatch.setattr(choice, "PIECE_ROWS", 7)
     for one, other in zip(
         whole[1:], scored(engine, TOKENS).output().prompt_logprobs[1:], strict=True
     ):
@@ -105,7 +105,7 @@ def test_logits_are_made_a_few_rows_at_a_time(engine, monkeypatch):
 
     monkeypatch.setattr(kind, "compute_logits", counted)
     scored(engine, TOKENS)
-    assert max(sizes) <= prompt_scores.PIECE_ROWS
+    assert max(sizes) <= choice.PIECE_ROWS
     assert sum(sizes) >= len(TOKENS) - 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from milepost import LLM
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engine.test_tiers import follow_up
 from tests.engines import (
     NUM_TOKENS,

@@ -16,7 +16,7 @@ import torch
 from milepost import LLM, RequestOutput
 from milepost.engine.loop.group import RequestGroup
 from milepost.engine.prompts import Prompt
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engine.speculating import Oracle, consult
 from tests.engines import (
     WIDE_STATES,

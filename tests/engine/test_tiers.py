@@ -14,7 +14,7 @@ from milepost.cache import Lost
 from milepost.config import EngineConfig
 from milepost.engine.prompts import Prompt
 from milepost.errors import ConfigError
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import (
     NUM_TOKENS,
     THREE_LAYERS,
@@ -321,7 +321,7 @@ def test_files_that_are_no_good_cost_time_alone(tiny, tmp_path, how):
 
 
 def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("milepost.tiers.finding.ROUND_S", 1e-6)
+    monkeypatch.setattr("milepost.tiers.names.ROUND_S", 1e-6)
     llm, other = kept(tiny, tmp_path), kept(tiny, tmp_path)
     assert not len(tiering_of(llm.llm_engine).tiers.disk)
     (first,) = ask(other, tokens(300))

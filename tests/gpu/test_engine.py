@@ -21,7 +21,7 @@ from milepost.models.folder import EMBEDDED_MODEL
 from milepost.runner import arrays, device
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import Graphs, StepOutputs, ladder, largest_step
-from milepost.runner.launching import most_launched_tokens
+from milepost.runner.measuring import most_launched_tokens
 from milepost.runner.plain import PlainExecutor
 from tests.engines import Tiny, ask, cached, greedy, num_held, save_tiny, tokens
 from tests.numbers import relative_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import Tiny, ask, greedy, logprobs, save_tiny, tiering_of, tokens
 from tests.gpu.test_engine import SHAPES
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from milepost import LLM
 from milepost.errors import UnsupportedModelError
 from milepost.models import LoadOptions, load_model
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import answer, ask, cached, greedy, logprobs, open_llm, tiering_of, tokens
 from tests.numbers import relative_error
 

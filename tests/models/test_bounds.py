@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from milepost.errors import ConfigError, MilepostError
-from milepost.models import LoadOptions, files, load_model, names
-from milepost.models.files import read_object
+from milepost.models import LoadOptions, folder, load_model, names
+from milepost.models.folder import read_object
 from tests.models.test_names import raw_of
 
 HUGE = 2**40
@@ -164,7 +164,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is missing"):
         read_object(tmp_path / "none.json")
     (tmp_path / "long.json").write_text("{}" + " " * 100)
-    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    monkeypatch.setattr(folder, "MAX_BYTES", 100)
     with pytest.raises(ConfigError, match="has 102 bytes, more than 100"):
         read_object(tmp_path / "long.json")
 
@@ -176,10 +176,10 @@ def test_whatever_is_raised_names_the_file():
     for error in (RuntimeError("x"), ZeroDivisionError(), RecursionError(), PanicException("x")):
         with (
             pytest.raises(MilepostError, match=r"^a\.json: cannot be read \("),
-            files.reading("a.json"),
+            folder.reading("a.json"),
         ):
             raise error
-    with pytest.raises(KeyboardInterrupt), files.reading("a.json"):
+    with pytest.raises(KeyboardInterrupt), folder.reading("a.json"):
         raise KeyboardInterrupt
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import _check_settings
 from milepost.errors import ConfigError
-from milepost.models.early import refuse_early
-from milepost.models.model_types import declared_types
+from milepost.models.early import declared_types, refuse_early
 from milepost.models.registry import known
 from tests.models.test_names import YARN, raw_of
 

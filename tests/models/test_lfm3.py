@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from milepost.errors import ConfigError
 from milepost.models import load_config
 from milepost.models.architectures.lfm3 import Lfm3OwnConfig
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.checkpoints import save
 from tests.engines import (
     VOCAB_SIZE,

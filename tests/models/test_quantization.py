@@ -22,10 +22,9 @@ from milepost.kernels.products import Packed
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
-from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix
+from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix, Rows
 from milepost.layers.quantised.fp4 import Fp4Stack
 from milepost.layers.quantised.fp8 import Fp8Stack
-from milepost.layers.quantised.rows import Rows
 from milepost.layers.weights import (
     USUAL_NAMES,
     ExpertNames,

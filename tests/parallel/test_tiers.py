@@ -13,8 +13,8 @@ from milepost.engine.assembly import setup
 from milepost.errors import EngineDeadError
 from milepost.parallel.tickets import Tickets
 from milepost.tiers import disk as disk_module
+from milepost.tiers.holdings import MeasuredRates
 from milepost.tiers.rank_worker import RankTierWorker
-from milepost.tiers.rates import MeasuredRates
 from tests.engines import NUM_TOKENS, THREE_LAYERS, answer, ask, save_tiny, tiering_of, tokens
 from tests.parallel.team import ThreadTeam
 

@@ -7,7 +7,7 @@ from tests.checkpoints import build, write
 
 from milepost.kernels.platform.device import Chip
 from milepost.models import LoadOptions, load_model
-from milepost.runner.launching import most_launched_tokens
+from milepost.runner.measuring import most_launched_tokens
 
 HOPPER = Chip(arch="sm_90", capability=(9, 0), is_amd=False, num_sms=132, shared_bytes=227 << 10)
 AMPERE = Chip(arch="sm_80", capability=(8, 0), is_amd=False, num_sms=108, shared_bytes=163 << 10)

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from milepost.speculative.acceptance import Acceptance
+from milepost.speculative.estimates import NUM_FIRST, Acceptance, StepTimes
 from milepost.speculative.policy import Adaptive, Always, Standing, Verified
-from milepost.speculative.times import NUM_FIRST, StepTimes
 
 
 class Machine:

@@ -21,10 +21,9 @@ from milepost.scheduler.encoders import TowerCost
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import loads as loads_module
-from milepost.tiers.holdings import TierLimits
+from milepost.tiers.holdings import MeasuredRates, TierLimits
 from milepost.tiers.loads import Loads
 from milepost.tiers.policy import Tiers
-from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.stores import MIN_SCORE
 from tests.fakes import FakeRunner, cold_answer, make_request
 from tests.invariants import check

@@ -2,7 +2,7 @@
 
 import pytest
 
-from milepost.tiers.rates import MIN_BYTES, MIN_TOKENS, MeasuredRates
+from milepost.tiers.holdings import MIN_BYTES, MIN_TOKENS, MeasuredRates
 
 
 def test_the_first_measurement_replaces_the_guess_and_later_ones_are_smoothed():

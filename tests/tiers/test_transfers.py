@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from milepost.tiers.device_copies import DirectLink
-from milepost.tiers.rates import MeasuredRates
+from milepost.tiers.holdings import MeasuredRates
 from tests.engines import THREE_LAYERS, ask, save_tiny, tiering_of, tokens
 
 

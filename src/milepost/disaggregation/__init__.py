@@ -1,8 +1,8 @@
 """Engines lend each other KV and states. One thread talks to other engines, and the engine's thread
 never waits for it. The modules:
 
-    called by the engine           access, exchange
-    between scheduler and thread   connector, outcomes
+    called by the engine           exchange
+    between scheduler and thread   connector
     the thread                     links, door, peers, messages
     lending                        leases, lender, finds
     borrowing                      borrowed, pulls

@@ -19,8 +19,7 @@ from milepost.cache.tree import Chain
 from milepost.disaggregation.finds import OpenFinds
 from milepost.disaggregation.leases import Leases, Lending
 from milepost.disaggregation.links import Links
-from milepost.disaggregation.messages import VERSION, Find, Hello
-from milepost.disaggregation.outcomes import Asked, Pulled, Read, RemoteMatch
+from milepost.disaggregation.messages import VERSION, Asked, Find, Hello, Pulled, Read, RemoteMatch
 from milepost.disaggregation.pulls import Pull
 from milepost.kv_transfer_params import Remote, written
 from milepost.scheduler.outside import Offer
@@ -29,7 +28,7 @@ from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from milepost.disaggregation.access import Access
+    from milepost.disaggregation.exchange import Access
 
 SOURCE = "remote"
 """Name of other engines wherever the source of a load is given."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from milepost.cache import Cache
 from milepost.cache.tree import TOKEN_BYTES
 from milepost.disaggregation.leases import Lending
-from milepost.disaggregation.messages import Find, Gone, Granted
-from milepost.disaggregation.outcomes import Asked
+from milepost.disaggregation.messages import Asked, Find, Gone, Granted
 
 TOKENS_AT_ONCE = 2**17
 """Tokens looked up between two steps, which takes some five milliseconds; at least one question is

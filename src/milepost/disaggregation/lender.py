@@ -20,6 +20,7 @@ from milepost.disaggregation.messages import (
     ENCODER,
     MAX_QUESTION_BYTES,
     QUESTIONS,
+    Asked,
     BadMessageError,
     Beat,
     Claim,
@@ -28,7 +29,9 @@ from milepost.disaggregation.messages import (
     Gone,
     Granted,
     Hello,
+    Outcome,
     PeerAnswer,
+    Read,
     Reading,
     Release,
     Released,
@@ -37,7 +40,6 @@ from milepost.disaggregation.messages import (
     endpoint,
     misfit,
 )
-from milepost.disaggregation.outcomes import Asked, Outcome, Read
 from milepost.errors import ConfigError
 from milepost.kv_transfer_config import PeerNetworks
 from milepost.zeromq import between_engines, received_from

@@ -19,8 +19,16 @@ import zmq
 from milepost.disaggregation.borrowed import Borrowed
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.lender import Lender
-from milepost.disaggregation.messages import Find, Gone, Granted, Hello, PeerAnswer
-from milepost.disaggregation.outcomes import Asked, Outcome, RemoteMatch
+from milepost.disaggregation.messages import (
+    Asked,
+    Find,
+    Gone,
+    Granted,
+    Hello,
+    Outcome,
+    PeerAnswer,
+    RemoteMatch,
+)
 from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.pulls import Pull, Pulls
 from milepost.disaggregation.transport import TransferError, Transport, look_s

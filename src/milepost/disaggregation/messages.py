@@ -7,12 +7,16 @@ Reading  I begin to read under this lease        (no answer)
 Release  I have read; was it valid throughout?   -> Released
 Find     how much of these tokens do you have?   -> Granted under a new lease, or Gone
 
+Links, the thread that sends them, reports to the engine's own thread what came of it: `Pulled`,
+`Read`, `RemoteMatch` and `Asked`.
+
 Every field is bounded as it is decoded: `decoded` returns a message whose numbers fit wherever they
 are used, or raises BadMessageError.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -20,6 +24,7 @@ from msgspec import Meta
 
 from milepost.cache.tree import TOKEN_BYTES, Chain
 from milepost.errors import InvalidPromptError
+from milepost.kv_transfer_params import Remote
 from milepost.pictures import Picture, check_pictures
 
 VERSION = 4
@@ -221,3 +226,49 @@ def misfit(hello: Hello, own: Hello) -> str:
     if hello.identity != own.identity:
         return "another model, or the same with another page size, type or seed"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """End of a pull: everything has arrived, or there was a problem."""
+
+    number: int
+    problem: str
+    num_bytes: int
+    seconds: float
+    """Time from the request until the data was certain."""
+    read_s: float
+    """Part of `seconds` from the first byte to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Another engine has read a loan, whose last full page is `page`. It can be asked for the
+    continuation at `host` and `port`.
+    """
+
+    page: bytes
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMatch:
+    """Answer of another engine to a question about tokens; `remote` is None if it has nothing of
+    use.
+    """
+
+    number: int
+    remote: Remote | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question of another engine about tokens; `Links.tell` answers it."""
+
+    who: bytes
+    number: bytes
+    find: Find
+
+
+Outcome = Pulled | Read | RemoteMatch | Asked

@@ -20,11 +20,11 @@ from milepost.disaggregation.messages import (
     Granted,
     Hello,
     PeerAnswer,
+    Pulled,
     Reading,
     Release,
     Released,
 )
-from milepost.disaggregation.outcomes import Pulled
 from milepost.disaggregation.peers import Peer, Peers
 from milepost.disaggregation.registered_pools import pieces_of
 from milepost.disaggregation.transport import TransferError, Transport

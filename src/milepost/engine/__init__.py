@@ -7,6 +7,6 @@ all:
     Python API                  llm, async_llm, reader, options, vllm_names
     prompts and outputs         prompts, validation, outputs, bit_checks
     observation                 metrics, facts
-    protocols of annexes        off_device, watcher
+    protocols of annexes        off_device
     helpers of processes        child, ending, heap
 """

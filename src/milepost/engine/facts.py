@@ -1,8 +1,13 @@
-"""Facts that a started engine reports about itself, for people."""
+"""Facts that a started engine reports about itself, and the observer of its steps, for people."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from milepost.annexes import annex, is_installed
+from milepost.scheduler.request import Request
+from milepost.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +41,40 @@ class Facts:
     """Length in tokens of the longest sequence that the model supports."""
     step_tokens: int = 0
     """Largest number of tokens of a step."""
+
+
+class Watcher:
+    """An observer of the steps. This one records nothing and surveys nothing; the page's does."""
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a survey is in progress."""
+        return False
+
+    def note_time(self, now: float) -> None:
+        """Records the time before a step, or after a request was aborted."""
+
+    def note_step(self, now: float, num_ended: int) -> None:
+        """Records the end of a step, in which `num_ended` requests ended."""
+
+    def note_rest(self, now: float) -> None:
+        """Records the time at which nothing was left to do."""
+
+    def note_admission(self, request: Request, now: float) -> None:
+        """Records an admitted request whose first step has run."""
+
+    def look(self) -> None:
+        """Begins a survey, unless one is in progress."""
+
+    def go_on(self, clock: Callable[[], float]) -> bytes | None:  # noqa: ARG002
+        """Continues the survey for a moment. Returns it as JSON once it is complete, otherwise
+        None."""
+        return b"{}"
+
+
+def watcher_of(scheduler: Scheduler, facts: Facts) -> Watcher:
+    """Returns the page's watcher, or one that watches nothing if the page is not installed."""
+    if not is_installed("watch"):
+        return Watcher()
+    watcher: Watcher = annex("watch", wanted_by="the page").Watch(scheduler, facts)
+    return watcher

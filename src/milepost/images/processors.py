@@ -15,7 +15,7 @@ from milepost.images.settings import (
     check_whole,
     is_number,
 )
-from milepost.models.files import read_object, reading
+from milepost.models.folder import read_object, reading
 
 NESTED = "processor_config.json"
 """A file that may hold the settings of an image processor and of a video processor."""

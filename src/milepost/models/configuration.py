@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
 
 from milepost.config import DType
 from milepost.errors import UnsupportedModelError
-from milepost.models.files import read_object, reading
+from milepost.models.folder import read_object, reading
 from milepost.models.names import TEXT, read_settings
 from milepost.models.quantization import quantization_settings, read_modelopt_file
 from milepost.models.registry import find_architecture, refuse_layer_types, refuse_unsupported

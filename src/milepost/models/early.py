@@ -1,24 +1,25 @@
 """Refuses models that `config.json` alone shows to be unsupported, before torch and transformers
 are imported, which takes seconds.
 
-The rules are those of the full check, which follows (`engine/assembly/setup.py`). This module only
-looks for settings under their usual names. Anything else, such as aliases and overrides, is left to
-the full check.
+The rules are those of the full check, which follows (`engine/assembly/setup.py`). Model types are
+read from the files of `architectures` without importing them. Otherwise this module only looks for
+settings under their usual names. Anything else, such as aliases and overrides, is left to the full
+check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from milepost.config import EngineConfig
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.positions import stretched
+from milepost.models import architectures
 from milepost.models.bounds import refuse_sizes
-from milepost.models.files import read_object, reading
-from milepost.models.folder import EMBEDDED_MODEL, find_folder
-from milepost.models.model_types import declared_types, unknown_type
+from milepost.models.folder import EMBEDDED_MODEL, find_folder, read_object, reading
 from milepost.models.quantised import is_made_for_fp8_kv, refuse_asked, refuse_method
 from milepost.parallel import Ranks
 
@@ -119,3 +120,30 @@ _HEADS = {
     "linear_attention": ("linear_num_key_heads", "linear_num_value_heads"),
 }
 """Layer type -> settings whose number must be divisible by the number of ranks."""
+
+
+def declared_types() -> tuple[str, ...]:
+    """Returns the values of `model_types=(...)` in these files, in the order of the registry."""
+    types: list[str] = []
+    for path in (file for folder in architectures.__path__ for file in _files(folder)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        in_file = [
+            (node.value.lineno, ast.literal_eval(node.value))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.keyword)
+            and node.arg == "model_types"
+            and isinstance(node.value, ast.Tuple)
+        ]
+        types += [name for _, names in sorted(in_file) for name in names]
+    return tuple(types)
+
+
+def _files(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("[!_]*.py"))
+
+
+def unknown_type(model_type: object, known: Iterable[str]) -> UnsupportedModelError:
+    """Returns the error for a model type that is not among those known."""
+    return UnsupportedModelError(
+        f"model_type={model_type!r} is not supported; supported are {', '.join(known)}"
+    )

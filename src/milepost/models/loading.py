@@ -20,7 +20,7 @@ from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import Architecture
 from milepost.models.configuration import Overrides, load_config, resolve_dtype
 from milepost.models.decoder import Decoder
-from milepost.models.files import reading
+from milepost.models.folder import reading
 from milepost.models.head import check_head, why_no_head
 from milepost.models.quantised import refuse_asked
 from milepost.models.quantization import (

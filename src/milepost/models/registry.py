@@ -20,7 +20,7 @@ from milepost.models.architecture import (
     refuse_uneven,
 )
 from milepost.models.bounds import refuse_missing, refuse_positions
-from milepost.models.model_types import unknown_type
+from milepost.models.early import unknown_type
 
 
 @lru_cache

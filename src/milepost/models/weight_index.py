@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from milepost.errors import WeightsError
-from milepost.models.files import read_object, reading
+from milepost.models.folder import read_object, reading
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import msgspec
 
 from milepost.cache.memory import Pool
 from milepost.cache.tree import Node
-from milepost.engine.facts import Facts
-from milepost.engine.watcher import Watcher
+from milepost.engine.facts import Facts, Watcher
 from milepost.page.survey import PageRun, View, survey
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler

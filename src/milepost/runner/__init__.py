@@ -5,9 +5,9 @@ Its modules:
     a step                  runner, in_flight, plain, device, graphs
     its arrays              arrays, staging, tables, records, histories, counts
     its pictures            pictures, positions, tower_graphs
-    sampling                sampling, sampler, choice, prompt_scores
+    sampling                sampling, sampler, choice
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed
-    before the first step   compiling, measuring, launching
+    before the first step   compiling, measuring
     recorded steps          growing, recording, replay
 """

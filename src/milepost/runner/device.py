@@ -27,13 +27,12 @@ from milepost.models.decoder import Decoder
 from milepost.progress import track
 from milepost.runner import arrays
 from milepost.runner.arrays import Geometry
-from milepost.runner.choice import Drafts, choice_of
+from milepost.runner.choice import Drafts, PromptScores, choice_of, score_prompts, wants_scores
 from milepost.runner.device_drafting import DeviceDrafting
 from milepost.runner.graphs import Graphs, GraphSplit, SplitHere, StepOutputs, exact_capacity
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools
-from milepost.runner.prompt_scores import PromptScores, score_prompts, wants_scores
 from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from milepost.runner.acceptance import Accept, accept_equal, runs_of
-from milepost.runner.choice import Choice, Drafts, SampledToken
-from milepost.runner.prompt_scores import PromptScores
+from milepost.runner.choice import Choice, Drafts, PromptScores, SampledToken
 from milepost.scheduler.plans import StepPlan
 
 

@@ -9,12 +9,12 @@ from milepost.layers.context import Context
 from milepost.models.decoder import Decoder
 from milepost.runner import arrays
 from milepost.runner.arrays import Geometry
+from milepost.runner.choice import score_prompts, wants_scores
 from milepost.runner.drafting import Drafting, beginnings
 from milepost.runner.graphs import exact_capacity
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools
-from milepost.runner.prompt_scores import score_prompts, wants_scores
 from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, choose
 from milepost.runner.staging import on_device

@@ -20,12 +20,11 @@ import torch
 
 from milepost.cache.memory import ZERO_SLOT
 from milepost.runner.acceptance import Accept, accept_equal
-from milepost.runner.choice import SampledToken
+from milepost.runner.choice import PromptScores, SampledToken
 from milepost.runner.histories import Histories
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pictures import EncodedPictures, PicturePixels
 from milepost.runner.pools import Pools
-from milepost.runner.prompt_scores import PromptScores
 from milepost.runner.recording import Log, PictureRecord, PoolRelease, Record, Rollback
 from milepost.runner.sampling import SamplingRow
 from milepost.scheduler.plans import Load, SamplingPlan, StepPlan, StepResult, StepSampling, Store

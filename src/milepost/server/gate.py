@@ -21,12 +21,11 @@ from starlette.middleware.cors import CORSMiddleware
 from milepost import logs
 from milepost.logs import RequestIds
 from milepost.server import tracing
-from milepost.server.callers import Keys, header
+from milepost.server.callers import Keys, check_site, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
 from milepost.server.http_metrics import HttpMetrics
-from milepost.server.sites import check_site
 from milepost.server.tracing import TraceContext
 
 if TYPE_CHECKING:

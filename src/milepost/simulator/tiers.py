@@ -18,9 +18,8 @@ from milepost.cache.plans import What
 from milepost.scheduler.plans import Load, StepPlan
 from milepost.scheduler.scheduler import Scheduler
 from milepost.simulator.cost import CostModel
-from milepost.tiers.holdings import TierLimits, split
+from milepost.tiers.holdings import MeasuredRates, TierLimits, split
 from milepost.tiers.policy import Tiers
-from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.tier import Item
 
 MAX_WRITES = 64

@@ -18,8 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from milepost.speculative.acceptance import Acceptance
-from milepost.speculative.times import StepTimes
+from milepost.speculative.estimates import Acceptance, StepTimes
 
 LOSS = 0.005
 """Share of the time that may be lost to exploring."""

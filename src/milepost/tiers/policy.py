@@ -13,9 +13,8 @@ from milepost.scheduler.encoders import PLAIN_COST, TowerCost
 from milepost.scheduler.outside import Offer
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.request import Request
-from milepost.tiers.holdings import Holdings, TierLimits, TierStats
+from milepost.tiers.holdings import Holdings, MeasuredRates, TierLimits, TierStats
 from milepost.tiers.loads import Loads
-from milepost.tiers.rates import MeasuredRates
 from milepost.tiers.reach import Reach
 from milepost.tiers.stores import Stores
 from milepost.tiers.tier import Tier

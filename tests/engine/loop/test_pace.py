@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from milepost.cache import Cache
-from milepost.engine.loop.pace import Pace
+from milepost.engine.loop.pipeline import Pace
 from milepost.engine.processes import engine as process
 from milepost.engine.processes.engine import Loop
 from milepost.engine.processes.pixels import SentPixels

@@ -30,13 +30,13 @@ from milepost.models.weighing import weigh
 from milepost.parallel import Ranks
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step
-from milepost.runner.launching import most_launched_tokens
 from milepost.runner.measuring import (
     FirstSteps,
     StepBytes,
     compile_steps,
     measure_steps,
     measure_tower,
+    most_launched_tokens,
     rehearsal,
 )
 from milepost.runner.pool_shape import PoolShape

@@ -19,9 +19,9 @@ from milepost.images import (
 )
 from milepost.images.processors import NESTED
 from milepost.models.decoder import Decoder
-from milepost.models.files import read_object
+from milepost.models.folder import read_object
 from milepost.models.loading import has_pictures
-from milepost.runner.launching import num_weights
+from milepost.runner.measuring import num_weights
 from milepost.scheduler.encoders import TowerCost
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from milepost.engine.constraints import Guide, Mask, masks_along, without
 from milepost.engine.outputs import CompletionOutput, Delta, Logprob, token_logprobs
 from milepost.engine.text import Detokenizer, TokenTexts
-from milepost.runner.choice import SampledToken
-from milepost.runner.prompt_scores import PromptScores
+from milepost.runner.choice import PromptScores, SampledToken
 from milepost.sampling_params import SamplingParams
 from milepost.scheduler.plans import SamplingPlan
 from milepost.scheduler.request import FinishReason, Request

@@ -18,7 +18,7 @@ from milepost.engine.metrics import Metric
 from milepost.engine.off_device import OffDevice
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.scheduler import Scheduler
-from milepost.tiers.rates import MIN_TOKENS
+from milepost.tiers.holdings import MIN_TOKENS
 
 if TYPE_CHECKING:
     from milepost.runner.runner import Runner

@@ -21,6 +21,7 @@ from milepost.config import EngineConfig
 from milepost.engine import heap
 from milepost.engine.constraints import CompiledForm
 from milepost.engine.ending import end_with_parent
+from milepost.engine.facts import watcher_of
 from milepost.engine.loop import Engine, RequestGroup
 from milepost.engine.processes.compiling import Compiling
 from milepost.engine.processes.pixels import ReceivedPixels
@@ -40,7 +41,6 @@ from milepost.engine.processes.wire import (
     ToEngine,
     frame,
 )
-from milepost.engine.watcher import watcher_of
 from milepost.errors import EngineDeadError, InvalidRequestError, MilepostError, QueueWaitError
 from milepost.runner.recording import PictureRecord
 

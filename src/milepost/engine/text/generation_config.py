@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from milepost.config import GenerationConfig
 from milepost.errors import ConfigError, InvalidRequestError
 from milepost.logs import shown
-from milepost.models.files import read_object, reading
+from milepost.models.folder import read_object, reading
 from milepost.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

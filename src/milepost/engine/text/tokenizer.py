@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
-from milepost.models.files import read_object, reading
-from milepost.models.folder import EMBEDDED_MODEL, find_folder
+from milepost.models.folder import EMBEDDED_MODEL, find_folder, read_object, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

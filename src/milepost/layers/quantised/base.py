@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,7 +17,6 @@ from milepost.kernels import products
 from milepost.kernels.layout.emit import Inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Quantised
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.rows import Rows
 from milepost.layers.weight_slots import WeightSlots, cut_inputs, cut_outputs
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes, Cut
@@ -212,3 +212,46 @@ def _place_expert(projections: Sequence[_Projection], prefix: str, expert: int) 
             cut_inputs(tensors, each.stack.axes, each.inputs, path)
         placements |= {f"{path}.{tensor}": place for tensor, place in tensors.items()}
     return placements
+
+
+class Rows:
+    """Row numbers of a projection: output i is row `index[i]` of its matrix.
+
+    A mixture has thousands of projections with the same rows, one per expert, so properties of the
+    rows are computed once and shared.
+    """
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+        self.count = len(index)
+
+    @cached_property
+    def _span(self) -> slice | None:
+        """The rows as a slice, or None if they are not adjacent."""
+        first = int(self.index[0]) if self.count else 0
+        is_span = torch.equal(self.index, torch.arange(first, first + self.count))
+        return slice(first, first + self.count) if is_span else None
+
+    @cached_property
+    def blocks(self) -> Rows:
+        """The matrix's blocks that the projection's blocks are, if they are whole."""
+        return Rows(self.index[::BLOCK] // BLOCK)
+
+    def are_blocks_of(self, num_outputs: int) -> bool:
+        """Whether the projection's blocks are whole blocks of a matrix of `num_outputs` rows."""
+        ends_whole = self.count % BLOCK == 0 or int(self.index[-1]) == num_outputs - 1
+        return ends_whole and self._keep_blocks
+
+    @cached_property
+    def _keep_blocks(self) -> bool:
+        firsts = self.index[::BLOCK]
+        each = firsts.repeat_interleave(BLOCK)[: self.count]
+        expected = each + torch.arange(self.count) % BLOCK
+        return bool((firsts % BLOCK == 0).all()) and torch.equal(self.index, expected)
+
+    def put(self, matrix: Tensor, values: Tensor) -> None:
+        """Writes the projection's `values` into the matrix, row by row."""
+        if self._span is not None:
+            matrix[self._span].copy_(values)
+        else:
+            matrix[self.index.to(matrix.device)] = values.to(matrix.device, matrix.dtype)

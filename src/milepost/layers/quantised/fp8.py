@@ -29,13 +29,15 @@ from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
     Stack,
+
+
+    Rows,
     empty,
     ones,
     place_shared,
     shapes_of,
     unit_rows,
 )
-from milepost.layers.quantised.rows import Rows
 from milepost.layers.weight_slots import (
     WeightSlot,
     WeightSlots,

@@ -19,11 +19,11 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
+    Rows,
     empty,
     ones,
     shapes_of,
 )
-from milepost.layers.quantised.rows import Rows
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes

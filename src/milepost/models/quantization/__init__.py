@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.layers.quantised import Fp8Precision
 from milepost.layers.weights import RAW, Precision
-from milepost.models.files import read_object
+from milepost.models.folder import read_object
 from milepost.models.quantised import METHODS, is_made_for_fp8_kv, refuse_method
 from milepost.models.quantization.compressed import read_compressed
 from milepost.models.quantization.methods import (

@@ -67,7 +67,7 @@ class TaggedCalls:
         return _tags(self.value[1], self.function[2], self.close)
 
     def following(self, end: str = "") -> tuple[str, ...]:
-        """Returns the tags that can follow a closing tag, by default that of a value."""
+        """Returns the tags that can follow a closing tag, by default a value's."""
         tags = (self.key[0], *_tags(self.function[2]), self.close)
         return (*tags[tags.index(end) + 1 if end in tags else 0 :], *self.starts)
 
