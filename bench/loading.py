@@ -26,8 +26,8 @@ from pathlib import Path
 import rows
 import torch
 
-from milepost.models.configuration import load_config
 from milepost.models.loading import LoadOptions, load_model, outline
+from milepost.models.registry import load_config
 
 _BLOCK = 8 << 20
 _SHARD = 4 << 30

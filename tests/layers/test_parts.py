@@ -14,9 +14,8 @@ from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import ResidualBlock
-from milepost.models.configuration import load_config
 from milepost.models.quantization import read_quantization
-from milepost.models.registry import find_architecture
+from milepost.models.registry import find_architecture, load_config
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.models import LoadOptions, load_model
-from milepost.models.configuration import load_config
+from milepost.models.registry import load_config
 from tests.checkpoints import save
 from tests.models.test_names import WITH_ROTARY, raw_of
 from tests.models.test_weights import assert_same, edit, parameters, refused, save_sharded

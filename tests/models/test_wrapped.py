@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from milepost import SamplingParams
 from milepost.errors import InvalidRequestError, UnsupportedModelError, WeightsError
-from milepost.models import LoadOptions, configuration, load_config, load_model
+from milepost.models import LoadOptions, load_config, load_model, registry
 from tests.checkpoints import save
 from tests.engines import VOCAB_SIZE, ask, greedy, open_llm, prompt, tokens
 
@@ -86,7 +86,7 @@ def test_a_type_that_an_older_transformers_does_not_know_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save("minicpmv4_7", tmp_path)
-    monkeypatch.setattr(configuration, "CONFIG_MAPPING", {})
+    monkeypatch.setattr(registry, "CONFIG_MAPPING", {})
     with pytest.raises(UnsupportedModelError, match=r"'minicpmv4_7' is not known to transformers"):
         load_config(tmp_path)
 

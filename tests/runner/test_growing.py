@@ -7,8 +7,7 @@ import pytest
 
 from milepost import LLM, SamplingParams
 from milepost.errors import ConfigError
-from milepost.runner.growing import GrowingFile
-from milepost.runner.recording import read_records
+from milepost.runner.recording import GrowingFile, read_records
 
 
 def full_after(num_bytes, monkeypatch):

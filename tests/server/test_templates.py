@@ -4,7 +4,7 @@ import pytest
 from jinja2 import nodes
 
 from milepost.server.errors import HttpError
-from milepost.server.templates import check_template_kwargs, variables_of
+from milepost.server.messages import check_template_kwargs, variables_of
 from tests import chatmodel
 
 ALWAYS = {"messages", "add_generation_prompt"}

@@ -286,9 +286,8 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     # Imported here: kernels ask for the chip as they are imported.
     from milepost.kernels.layout.batch import Capacity
     from milepost.layers.parameters import ModuleScope
-    from milepost.models.configuration import load_config, resolve_dtype
     from milepost.models.quantization import read_quantization
-    from milepost.models.registry import find_architecture
+    from milepost.models.registry import find_architecture, load_config, resolve_dtype
     from milepost.parallel.absent import first_of
     from milepost.runner.graphs import ladder, largest_step
     from milepost.runner.measuring import FirstSteps, compile_steps, measure_steps, rehearsal

@@ -5,7 +5,7 @@ never waits for it. The modules:
     between scheduler and thread   connector
     the thread                     links, door, peers, messages
     lending                        leases, lender, finds
-    borrowing                      borrowed, pulls
+    borrowing                      pulls
     transfer of bytes              transport, nixl, sockets, socket_reading, registered_pools
     several ranks                  all_ranks, orders, part_reader
 """

@@ -16,8 +16,7 @@ from typing import Any
 
 import zmq
 
-from milepost.disaggregation.borrowed import Borrowed
-from milepost.disaggregation.leases import Leases
+from milepost.disaggregation.leases import Borrowed, Leases
 from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import (
     Asked,

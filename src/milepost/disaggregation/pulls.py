@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.disaggregation.borrowed import Borrowed
+from milepost.disaggregation.leases import Borrowed
 from milepost.disaggregation.messages import (
     Claim,
     Granted,

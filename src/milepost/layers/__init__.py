@@ -4,7 +4,7 @@ the folder `quantised`:
     assembly           parts, context, parameters, modules
     mixers             attention, indexer, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
-    between them       embedding, ngrams, norm, residual, hyper, rotary, positions, mtp
+    between them       embedding, ngrams, norm, residual, rotary, positions, mtp
     pictures           tower, tower_parts, grid_tower, mergers
     weights            weights, linear, weight_slots, kv_scales
 """

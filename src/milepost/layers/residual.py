@@ -1,15 +1,19 @@
-"""Attention residuals: each part reads a mixture of the embedding and of what blocks of layers have
-added up, instead of the sum of all of them (arXiv 2603.15031).
+"""Residual streams other than one sum, and the modules between them and a part.
 
-The residual stream is a row of sources for each token: the embedding, one sum for each block of
-layers that is over, and that of the present block.
+With attention residuals, each part reads a mixture of the embedding and of what blocks of layers
+have added up, instead of the sum of all of them (arXiv 2603.15031). The stream is a row of sources
+for each token: the embedding, one sum for each block of layers that is over, and that of the
+present block. With hyper-connections there are several streams, which are mixed for each part.
 
-Legend: T tokens, S sources, C hidden size, P split-K partials.
+Legend: T tokens, S sources or streams, C hidden size, P split-K partials, R low rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels import residual
@@ -17,10 +21,12 @@ from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import runs_triton
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast, in_blocks
-from milepost.layers.linear import Begun
-from milepost.layers.norm import RMSNorm, over_ranks
+from milepost.layers.context import Context
+from milepost.layers.linear import Begun, Linear
+from milepost.layers.modules import module_list
+from milepost.layers.norm import RMSNorm, over_ranks, place_scale
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.parts import add_up
+from milepost.layers.parts import Numbers, Part, add_up, partials, run_parts
 from milepost.layers.weight_slots import WeightSlots, place_whole
 
 
@@ -75,3 +81,87 @@ class ResidualAttention(nn.Module):
     def fill(self, spread: float, generator: torch.Generator) -> None:
         self.query.normal_(std=spread, generator=generator)
         self.scale.fill_(1)
+
+
+class HyperConnection(nn.Module):
+    """Mixes the streams for a part, and says how much of its output each of them gets. The one
+    after the last layer (`is_last`) only mixes; it stands where other models have a norm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_streams: int,
+        rank: int,
+        scope: ModuleScope,
+        *,
+        eps: float,
+        is_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.scope, self.eps, self.rank, self.ranks = scope, eps, rank, scope.ranks
+        size = num_streams * hidden_size
+        self.scale = scope.empty_precise(num_streams, hidden_size)
+        sections = [("input_mix_weight_down", rank)]
+        if not is_last:
+            sections.append(("block_inject_weight", num_streams))
+        self.down = Linear(size, sections, scope)
+        self.up = Linear(rank, (("input_mix_weight_up", size),), scope)
+
+    def open(self, hidden: Tensor) -> Tensor:
+        """Returns the streams [T, S, C]; `hidden` may be the embedding [T, C], which they all begin
+        as."""
+        num_streams = len(self.scale)
+        return hidden if hidden.dim() == 3 else hidden[:, None].expand(-1, num_streams, -1)
+
+    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what a part reads [T, C], and logits [T, S] of the streams' shares of its
+        output, [T, 0] after the last layer."""
+        num_streams = len(self.scale)
+        normed = residual.norm_streams(streams, self.scale, self.eps)
+        both = self.down(normed.flatten(1)) / num_streams
+        low, shares = both[:, : self.rank], both[:, self.rank :]
+        return residual.mix_streams(normed, self.up(F.silu(low))), shares
+
+    def add(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        *,
+        emit: Emit = Emit.VALUES,  # noqa: ARG002
+        begun: Begun | None = None,  # noqa: ARG002
+        order: SumOrder = SumOrder.FREE,  # noqa: ARG002
+    ) -> tuple[Tensor, Inputs]:
+        """Mixes the streams after the last layer, whose output they have: see `StreamNorm`."""
+        assert delta is None, "blocks add their outputs themselves"
+        streams = self.open(hidden)
+        return streams, self.mix(streams)[0]
+
+    def placements(self) -> WeightSlots:
+        scale = place_scale(self.scale.view(-1), 1.0)
+        return {self.scope.full("hc_norm.weight"): scale}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
+        """Sets the scale to 1."""
+        self.scale.fill_(1)
+
+
+class HyperBlock(nn.Module):
+    """One part between the residual streams; a `LayerBlock`."""
+
+    def __init__(self, part: Part, connection: HyperConnection) -> None:
+        super().__init__()
+        self.parts: Sequence[Part] = module_list([part])
+        self.connection = connection
+
+    def run(
+        self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
+    ) -> tuple[Tensor, None]:
+        """Returns the streams [T, S, C] with the part's output. See `LayerBlock`."""
+        assert delta is None, "blocks add their outputs themselves"
+        streams = self.connection.open(hidden)
+        rows, shares = self.connection.mix(streams)
+        output = run_parts(self.parts, rows, ctx, numbers, ends=ends)
+        output = over_ranks(partials(output), self.connection.ranks)
+        if ends:
+            streams, shares = streams[ctx.step.last_tokens], shares[ctx.step.last_tokens]
+        return residual.inject(streams, output, shares), None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from milepost.models.folder import find_folder
 
 if TYPE_CHECKING:
-    from milepost.models.configuration import load_config
     from milepost.models.decoder import Decoder
     from milepost.models.loading import LoadOptions, load_model
+    from milepost.models.registry import load_config
 
 __all__ = ["Decoder", "LoadOptions", "find_folder", "load_config", "load_model"]
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return Decoder
     if name == "load_config":
-        from milepost.models.configuration import load_config
+        from milepost.models.registry import load_config
 
         return load_config
     if name in ("LoadOptions", "load_model"):

@@ -18,7 +18,6 @@ from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.parameters import ModuleScope, raw_precision
 from milepost.layers.rotary import run_up_to
 from milepost.models.architecture import Architecture
-from milepost.models.configuration import Overrides, load_config, resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.folder import reading
 from milepost.models.head import check_head, why_no_head
@@ -30,7 +29,7 @@ from milepost.models.quantization import (
     quantization_settings,
     read_quantization,
 )
-from milepost.models.registry import find_architecture
+from milepost.models.registry import Overrides, find_architecture, load_config, resolve_dtype
 from milepost.models.room import check_room
 from milepost.models.weights import DERIVED, WeightFiles, fill_from_files
 from milepost.parallel import ALONE, Ranks

@@ -3,11 +3,11 @@
 Its modules:
 
     a step                  runner, in_flight, plain, device, graphs
-    its arrays              arrays, staging, tables, records, histories, counts
+    its arrays              arrays, staging, tables, records, histories
     its pictures            pictures, positions, tower_graphs
     sampling                sampling, sampler, choice
     drafts                  acceptance, drafting, device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed
     before the first step   compiling, measuring
-    recorded steps          growing, recording, replay
+    recorded steps          recording, replay
 """

@@ -1,19 +1,28 @@
-"""Keeps the token ids of running requests whose sampling depends on them.
+"""The tokens so far of running requests whose sampling depends on them: on the host in order, and
+on the device as how often each answer contains each token.
 
-Plans and samples are the only source: a request's tokens when it starts, then each chunk and each
-run.
+Legend: V vocabulary.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from milepost.runner.sampling import SamplingRow
+from milepost.runner.staging import Staging
 from milepost.scheduler.plans import StepPlan
 
 
 class Histories:
-    """Token ids by request number."""
+    """Token ids by request number. Plans and samples are the only source: a request's tokens when
+    it starts, then each chunk and each run."""
 
     __slots__ = ("_tokens",)
 
@@ -48,3 +57,88 @@ class Histories:
         known = self._tokens[number]
         assert len(known) >= position, "H1: a history has no gaps"
         known[position:] = tokens
+
+
+IN_PROMPT = -(2**15)
+"""Added to a token's count if the prompt contains the token and a penalty depends on that."""
+MAX_COUNT = 2**15 - 1
+_AT_ONCE = 1 << 16
+"""Number of entries in one copy."""
+_ENTRY_BYTES = 8 + 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    indices: Any
+    values: Any
+
+
+class Counts:
+    """Token counts for penalties, with rows for as many requests as may sample in one step.
+
+    A row belongs to one request. It is filled from the request's tokens when the request is new or
+    returns; from then on sampling adds each chosen token, so the host need not know it. A row whose
+    number of tokens differs from the request's (after a rollback, say) is filled again. Rows are
+    never freed: when none is left, the row of a request outside the step is taken.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.table: Tensor = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
+        """[rows, V]"""
+        self._staging = Staging(device, _ENTRY_BYTES * _AT_ONCE + 64)
+        self._free = list(range(num_rows))
+        self._held: dict[int, tuple[int, int]] = {}
+        """Maps a request's number to its row and the number of tokens counted there."""
+
+    def places(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
+        """Returns the row of each request that has penalties, -1 for the others. Rows count all
+        tokens before the one to be sampled, and will count that one."""
+        places, entries = [], []
+        both = zip(numbers, rows, strict=True)
+        wanted = {number for number, row in both if row.params.has_penalties}
+        for number, row in zip(numbers, rows, strict=True):
+            if number not in wanted:
+                places.append(-1)
+                continue
+            place, num_counted = self._held.get(number, (-1, -1))
+            if place < 0:
+                place = self._take(wanted)
+            if num_counted != row.index:
+                assert not row.num_ahead, "a row is filled from tokens that are known"
+                entries.append(self._fill(place, row))
+            self._held[number] = place, row.index + 1
+            places.append(place)
+        self._send(entries)
+        return places
+
+    def _take(self, wanted: set[int]) -> int:
+        """Takes a free row, or the row of a request outside this step."""
+        if self._free:
+            return self._free.pop()
+        other = next(number for number in self._held if number not in wanted)
+        return self._held.pop(other)[0]
+
+    def _fill(self, place: int, row: SamplingRow) -> _Entries:
+        vocab_size = self.table.shape[1]
+        self.table[place].zero_()
+        tokens = np.array(row.tokens, np.int64)
+        counts = np.bincount(tokens[row.num_prompt_tokens :], minlength=vocab_size)
+        counts = np.minimum(counts, MAX_COUNT)
+        if row.params.repetition_penalty != 1:
+            is_there = np.zeros(vocab_size, bool)
+            is_there[tokens[: row.num_prompt_tokens]] = True
+            counts += is_there * IN_PROMPT
+        ids = np.flatnonzero(counts)
+        return _Entries(ids + place * vocab_size, counts[ids].astype(np.int16))
+
+    def _send(self, entries: Sequence[_Entries]) -> None:
+        if not entries:
+            return
+        indices = np.concatenate([each.indices for each in entries])
+        values = np.concatenate([each.values for each in entries])
+        for first in range(0, len(indices), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            new = _Entries(indices[part], values[part])
+            self._staging.send(new)
+            views = self._staging.views(new)
+            self.table.view(-1).index_copy_(0, views.indices, views.values)

@@ -7,7 +7,11 @@ rollback. Two steps may be in flight, so the second plan may precede the first r
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +19,8 @@ from typing import Protocol
 import msgspec
 
 from milepost.config import EngineConfig
+from milepost.errors import ConfigError
 from milepost.frames import framed, read_frames
-from milepost.runner.growing import GrowingFile
 from milepost.scheduler.plans import StepPlan, StepResult, StepSampling
 
 
@@ -76,3 +80,43 @@ def read_records(path: str | Path) -> Iterator[Record]:
     decoder = msgspec.msgpack.Decoder(Record)
     with Path(path).open("rb") as file:
         yield from map(decoder.decode, read_frames(file.read))
+
+
+logger = logging.getLogger(__name__)
+
+
+class GrowingFile:
+    """A new file; messages name it by its `option`. Call `close`, or drop it. Raises ConfigError if
+    it cannot be opened.
+
+    If a write fails, as on a full disk, the file keeps its whole pieces, the log says so, and the
+    recorded work goes on.
+    """
+
+    def __init__(self, option: str, path: str, *, mode: int) -> None:
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        except OSError as error:
+            raise ConfigError(f"{option}={path!r}: {error.strerror}") from error
+        self._option = option
+        self._file = file
+        self._num_bytes = 0
+        """Length of the whole pieces."""
+        self.is_full = False
+        """Whether a write has failed, so that nothing more is written."""
+        self.close = weakref.finalize(self, os.close, file)
+
+    def write(self, piece: bytes) -> None:
+        if self.is_full:
+            return
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self.is_full = True
+            logger.error("%s: %s: nothing more is recorded", self._option, error.strerror)
+            with suppress(OSError):
+                os.ftruncate(self._file, self._num_bytes)
+        else:
+            self._num_bytes += len(piece)

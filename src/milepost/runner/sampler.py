@@ -1,7 +1,7 @@
 """Samples tokens on a GPU as `runner.sampling` defines it, without waiting for the device.
 
 A step's sampling parameters go to the device in one copy; the token counts of each answer are kept
-there (`runner.counts`).
+there (`runner.histories`).
 
 Legend: R rows, V vocabulary, B blocks of it, E entries, W words of a mask.
 """
@@ -20,7 +20,7 @@ from milepost.kernels import sampling as layout
 from milepost.kernels.sampling import StepRows, Workspace, block_size, num_blocks
 from milepost.kernels.sampling.draws import draw
 from milepost.runner.choice import tensor_beside
-from milepost.runner.counts import Counts
+from milepost.runner.histories import Counts
 from milepost.runner.sampling import SamplingRow, choose, log_of, temperature_of, top_k_of
 from milepost.runner.staging import Staging, num_staged_bytes
 from milepost.sampling_params import SamplingParams

@@ -1,12 +1,12 @@
 """The OpenAI-compatible HTTP server in front of an engine process. Besides the folders `anthropic`,
 `responses` and `parsing` (formats of tool calls and reasoning), its modules are:
 
-    begin and end            run, embedding, config, loading, stats
+    begin and end            run, config, loading, stats
     paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, gate, callers
     a request's body         bodies, large, fields, protocol, parts, tools, unknown
-    its interpretation       messages, images, templates, forms, parameters
+    its interpretation       messages, images, forms, parameters
     towards the engine       service, generation, observers
     the response             answers, stream, logprobs, errors, transfer
     metrics                  metrics, vllm_metrics, http_metrics
@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from milepost.server.app import create_app
     from milepost.server.config import ServerConfig
-    from milepost.server.embedding import create_app
 
 __all__ = ["ServerConfig", "create_app"]
 
@@ -28,7 +28,7 @@ __all__ = ["ServerConfig", "create_app"]
 def __getattr__(name: str) -> Any:
     """Imports a name when it is first used, since the command line only needs the configuration."""
     if name == "create_app":
-        from milepost.server.embedding import create_app
+        from milepost.server.app import create_app
 
         return create_app
     if name == "ServerConfig":

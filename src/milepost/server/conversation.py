@@ -15,12 +15,11 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerParser
 from milepost.server.generation import Generation
-from milepost.server.messages import tools_for_template, toolset_of
+from milepost.server.messages import tools_for_template, toolset_of, with_effort
 from milepost.server.parts import TextPart
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
-from milepost.server.templates import with_effort
 
 MAX_ID_LEN = 256
 

@@ -34,12 +34,11 @@ from milepost.server.errors import TOO_LONG, HttpError
 from milepost.server.images import ChatImages, put_in
 from milepost.server.large import LargeWork, size_of
 from milepost.server.logprobs import TokenBytes
-from milepost.server.messages import for_template
+from milepost.server.messages import check_template_kwargs, for_template, variables_of
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
 from milepost.server.protocol import ChatRequest, TokenizeRequest
 from milepost.server.stats import ShortPrompts
-from milepost.server.templates import check_template_kwargs, variables_of
 from milepost.server.tracing import open_tracing
 from milepost.server.unknown import UnknownFields
 

@@ -15,10 +15,10 @@ from milepost.config import DType, EngineConfig
 from milepost.engine.assembly.images import takes_images
 from milepost.errors import ConfigError
 from milepost.kernels.platform.tensors import FP8
-from milepost.models.configuration import load_config, resolve_dtype
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.loading import Head, LoadOptions
 from milepost.models.quantization import has_fp8_kv
+from milepost.models.registry import load_config, resolve_dtype
 from milepost.parallel import Ranks
 
 

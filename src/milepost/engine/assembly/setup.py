@@ -30,11 +30,11 @@ from milepost.engine.text import end_token_ids, load_tokenizer, sampling_default
 from milepost.engine.validation import Limits
 from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
-from milepost.models.configuration import load_config
 from milepost.models.decoder import Decoder
 from milepost.models.early import check_length
 from milepost.models.loading import check_quantization, check_split
 from milepost.models.quantization import has_fp8_kv
+from milepost.models.registry import load_config
 from milepost.parallel import ALONE, Ranks
 from milepost.runner.pool_sizes import OneMemory
 from milepost.runner.recording import PlanLog

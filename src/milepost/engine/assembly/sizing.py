@@ -11,9 +11,9 @@ from milepost.errors import ConfigError
 from milepost.kernels.platform.device import why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.layers.context import AttentionSpec
-from milepost.models.configuration import resolve_dtype
 from milepost.models.decoder import Decoder
 from milepost.models.early import check_length
+from milepost.models.registry import resolve_dtype
 from milepost.models.room import available_bytes
 from milepost.parallel import Ranks
 from milepost.runner.pool_shape import PoolShape

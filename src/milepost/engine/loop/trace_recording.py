@@ -19,7 +19,7 @@ from typing import Any
 
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.group import RequestGroup
-from milepost.runner.growing import GrowingFile
+from milepost.runner.recording import GrowingFile
 
 ID_BYTES = 6
 """Size of ids: numbers of this size are exact in every reader of JSON."""

@@ -1,7 +1,7 @@
 """Conversations, tokens and text: renders and tokenizes prompts, and turns tokens into text.
 Its modules:
 
-    rendering a conversation    chat, template, marks, roles, conversations
+    rendering a conversation    chat, template, roles, conversations
     in a process of its own     process
     for many callers            encoder, lanes
     tokens of a text            tokenizer, lengths

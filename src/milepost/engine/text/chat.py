@@ -2,7 +2,7 @@
 keeping.
 
 The marks are where other prompts are likely to diverge from this one: the end of the system prompt
-and the tools, and the end of the last message (`marks`). A mark is always a position of this very
+and the tools, and the end of the last message (`template`). A mark is always a position of this very
 prompt, whatever a template does to earlier messages.
 
 Text that somebody else wrote is never read as special tokens. A template writes them (<|im_start|>,
@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine.text import roles
-from milepost.engine.text.marks import body_end, breakpoints, common_length, head_end
 from milepost.engine.text.roles import ChatMessage
 from milepost.engine.text.template import (
     REFUSALS,
     BoundTemplate,
     as_text,
+    body_end,
+    breakpoints,
+    common_length,
+    head_end,
     joint_of,
     with_image_texts,
 )

@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig
 from milepost.errors import UnsupportedModelError
 from milepost.layers.attention import Attention
 from milepost.layers.gated_delta import SEPARATE, GatedDelta
-from milepost.layers.hyper import HyperBlock, HyperConnection
 from milepost.layers.indexer import Indexer, IndexerShapes
 from milepost.layers.moe import MoE
 from milepost.layers.ngrams import NgramBlock, NgramPart, NgramShapes
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, LayerBlock, Part
+from milepost.layers.residual import HyperBlock, HyperConnection
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
 from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes
