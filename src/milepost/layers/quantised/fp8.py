@@ -28,10 +28,8 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
-    Stack,
-
-
     Rows,
+    Stack,
     empty,
     ones,
     place_shared,
