@@ -121,6 +121,12 @@ def test_heads_are_bounded_before_a_key_is_asked_for(connect, pieces):
     assert status(received(sock)) in (400, 431, None)  # None: reset while we were writing
 
 
+def test_a_large_head_in_one_piece_is_refused(connect):
+    sock = connect()
+    sent(sock, HEAD + b"x: " + b"a" * 2**16 + b"\r\nconnection: close\r\n\r\n")
+    assert status(received(sock)) == 431
+
+
 def test_trailers_and_chunk_extensions_are_bounded(connect):
     chunked = b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n"
     for pieces in ([b"0\r\n", *[LINE % i * 60 for i in range(40)]], [b"1;", *[b"a" * 65536] * 40]):
@@ -245,6 +251,7 @@ def responses(data):
         [CHUNKED + b"2\r\n{}\r\n", b"0\r\nno trailer\r\n\r\n"],
         [KEY + b"transfer-encoding: gzip\r\n\r\n{}"],
         [KEY + b"transfer-encoding: chunked, gzip\r\n\r\n{}"],
+        [KEY + b"connection: upgrade\r\nupgrade: h2c\r\ntransfer-encoding: gzip\r\n\r\n{}"],
         [KEY + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}"],
         [KEY + b"content-length: 2x\r\n\r\n{}"],
         [KEY + b"no header\r\n\r\n{}"],
@@ -270,6 +277,25 @@ def test_a_body_that_is_encoded_besides_its_chunks_is_refused(connect, codings):
     assert first[:2] == (400, False)
     assert second[:2] == (501, True)
     assert "use chunked alone" in json.loads(second[2])["error"]["message"]
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_a_request_for_another_protocol_is_read_whole(connect, protocol):
+    """Java's client asks for HTTP/2 with the first request of a connection, whatever its body."""
+    sock = connect()
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol + b"\r\n"
+    body = b'{"prompt": "a", "max_tokens": -3}'
+    sized = POST + KEY + upgrade + b"content-length: %d\r\n\r\n" % len(body) + body
+    chunked = POST + KEY + upgrade + CHUNKED.removeprefix(KEY) + b"%x\r\n%b" % (len(body), body)
+    bare = HEAD + upgrade + b"\r\n"
+    for byte in sized[:-1]:
+        sent(sock, bytes([byte]))
+    sent(sock, sized[-1:] + bare + chunked, b"\r\n0\r\n\r\n" + bare)
+    sent(sock, HEAD + b"connection: close\r\n\r\n")
+    answers = responses(received(sock))
+    assert [code for code, _, _ in answers] == [400, 200, 400, 200, 200]
+    assert b"max_tokens" in answers[0][2]
+    assert answers[0][2] == answers[2][2]
 
 
 def test_trailers_that_are_too_long_are_answered(connect):

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from milepost.server.errors import HttpError, body_of, json_response
+from milepost.server.lingering import Lingering
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        closing = self._lingering = _Lingering(transport, self._is_receiving, self._linger)
+        closing = self._lingering = Lingering(transport, self._is_receiving, self._linger)
         super().connection_made(closing)  # type: ignore[arg-type]
         self._head_bytes = 0
         self._body_bytes = 0
@@ -77,6 +79,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._incoming = Incoming(is_whole=True)
         self._refusal: HttpError | None = None
         self._is_broken = False
+        self._is_body_alone = False
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         if len(self.connections) > self.max_connections:
@@ -102,20 +105,63 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._head_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes:
-            self._break(HttpError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes"))
+            self._break(_head_too_large())
         elif len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
 
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
+
+    def _stay(self, data: bytes) -> None:
+        """Reads on in HTTP/1.1 after a request for another protocol, such as Java's client sends
+        (`Upgrade: h2c`). The parser stops at the end of its head, so another one reads the rest."""
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in framing]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_body_alone = True
+        self._feed(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+        self._is_body_alone = False
+        if not self._is_broken:
+            self._feed(data)
+
+    def on_message_begin(self) -> None:
+        if not self._is_body_alone:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_body_alone:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_body_alone:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._is_body_alone:
+            return
         self._stop_waiting()
         self._head_bytes = self._body_bytes = 0
+        self._check_size()
         self._check_codings()
         incoming = Incoming(abort=self.transport.abort)
         self.scope["milepost.incoming"] = incoming  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._incoming = incoming
+
+    def _check_size(self) -> None:
+        """Refuses a large head that arrived in one piece; any exception ends the parser."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            self._break(_head_too_large())
+            raise ValueError("the head is too large")
 
     def _check_codings(self) -> None:
         """Refuses a body that was encoded before it was cut into chunks; any exception ends the
@@ -136,8 +182,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._incoming.is_whole = True
-        super().on_message_complete()
+        if not self.parser.should_upgrade():  # else the body is still to be read
+            self._incoming.is_whole = True
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -220,39 +267,5 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-class _Lingering:
-    """A transport for clients that may still be sending when it is closed.
-
-    A socket that is closed with unread bytes is reset, and the reset may reach the client before it
-    has read its answer. So such a connection is read for a while longer (RFC 9112, section 9.6).
-    """
-
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        is_receiving: Callable[[], bool],
-        linger: Callable[[], None],
-    ) -> None:
-        self._transport = transport
-        self._is_receiving, self._linger = is_receiving, linger
-        self._is_finished = False
-        self.write, self.abort = transport.write, transport.abort
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        return self._is_finished or self._transport.is_closing()
-
-    def close(self) -> None:
-        """Closes at once, or after a while if the client is still sending."""
-        if self._is_receiving() and not self.is_closing():
-            self._linger()
-        else:
-            self._transport.close()
-
-    def finish(self) -> None:
-        """Lets nothing more be written."""
-        self._is_finished = True
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+def _head_too_large() -> HttpError:
+    return HttpError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
