@@ -91,6 +91,14 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
     asyncio.run(run())
 
 
+def test_a_rank_leaves_the_end_to_the_first_one():
+    """Slurm sends SIGTERM to every process of a job, and answers may be running."""
+    with LLM(tensor_parallel_size=2, **SMALL) as llm:
+        for pid in llm.llm_engine._team.pids:
+            os.kill(pid, signal.SIGTERM)
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
+
+
 def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it(tmp_path):
     """On GPUs the ranks also hold memory and torch's only process group, so that an engine that is
     opened afterwards in the same process would find neither. The runner goes first, since NCCL ends

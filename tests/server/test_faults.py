@@ -23,12 +23,12 @@ LONG = {"prompt": "the quick brown fox", "max_tokens": 4000, "ignore_eos": True,
 DEADLINE_S = 30
 
 
-def streaming(client):
+def streaming(client, max_tokens=4000):
     """An open stream that has had its first chunk."""
     stream = client.completions.create(
         model="tiny",
         prompt=LONG["prompt"],
-        max_tokens=4000,
+        max_tokens=max_tokens,
         stream=True,
         extra_body={"ignore_eos": True},
     )
@@ -101,6 +101,16 @@ def test_a_second_ctrl_c_ends_what_runs(folder):
             list(stream)
         assert server.process.wait(DEADLINE_S) == 0
     assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_a_closed_terminal_lets_requests_finish(folder):
+    """Both processes get the signal."""
+    with serving(folder) as server, server.client() as client:
+        stream = streaming(client, max_tokens=40)
+        for pid in (server.engine_pid, server.process.pid):
+            os.kill(pid, signal.SIGHUP)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(DEADLINE_S) == 0
 
 
 def test_the_engine_hears_no_ctrl_c(server):

@@ -1,9 +1,9 @@
 """`milepost serve`: starts the engine and the HTTP server, and stops both.
 
 The listening socket is bound first, so a port in use is found before the weights are loaded. On
-SIGTERM or Ctrl-C the server accepts no new connections, answers new requests with 503, and lets
-running ones finish within `shutdown_timeout_s`; then they fail. When the engine dies, every open
-request gets an error and the server exits with status 1.
+SIGTERM, SIGHUP or Ctrl-C the server accepts no new connections, answers new requests with 503, and
+lets running ones finish within `shutdown_timeout_s`; then they fail. When the engine dies, every
+open request gets an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def _serve(
 
 
 async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns the result of `work`, or None if SIGTERM or Ctrl-C comes first, which cancels it."""
+    """Returns the result of `work`, or None if a signal to end comes first, which cancels it."""
     task = asyncio.ensure_future(work)
     with _on_signals(lambda _: task.cancel()):
         try:
@@ -123,7 +123,9 @@ async def _unless_told_to_stop(work: Coroutine[Any, Any, T]) -> T | None:
 @contextlib.contextmanager
 def _on_signals(handle: Callable[[int], object]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` sets it
+        signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, handle, number)
     try:

@@ -3,7 +3,7 @@
 Single-threaded. Between two steps it handles whatever has arrived, so an abort frees a request's
 memory before the next step is planned. It knows nothing of HTTP. It ends when it is told to, when a
 step fails, or when the client goes away: then at once, even while it loads. The client handles
-Ctrl-C and SIGTERM, since it may want to finish answers first.
+Ctrl-C, SIGTERM and SIGHUP, since it may want to finish answers first.
 """
 
 from __future__ import annotations
@@ -262,6 +262,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., E
     failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     end_with_parent(sock.fileno())
     heap.bound_plans()
     with sock:

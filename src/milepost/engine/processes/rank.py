@@ -56,6 +56,7 @@ ReportDone = Callable[[int, bool], None]
 def main() -> int:
     """Runs a rank's process. The command line has one argument, the socket's descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm and systemd may send it to all processes
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(sock.fileno())
     heap.bound_plans()
