@@ -272,6 +272,26 @@ def test_outputs_may_stand_beside_others(
     assert (wide[:, 80:] == 7).all()
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("width", "is_placed"), [(104, True), (100, False)])
+def test_products_with_sixteen_bits_are_written_in_place(
+    width: int, is_placed: bool, has_bias: bool
+) -> None:
+    """Where each row begins at a multiple of 16 bytes; elsewhere they are for the caller to
+    copy."""
+    weight, hidden = make_int4(72, 256, group=128), make_rows(3, 256) / 16
+    bias = make_rows(1, 72)[0] if has_bias else None
+    wide = torch.full((3, width), 7.0).half()
+    target = wide[:, 8:80]
+    given = multiplication(hidden, weight, bias, into=target)
+    output = library.run_unpacked(given, None)
+    assert (output is target) == is_placed
+    expected = multiply(hidden, weight, bias)
+    torch.testing.assert_close(output.float(), expected.float(), rtol=1e-2, atol=0.05)
+    untouched = torch.cat((wide[:, :8], wide[:, 80:]), 1) if is_placed else wide
+    assert (untouched == 7).all()
+
+
 @pytest.mark.parametrize("depth", [128, 300])
 def test_activations_are_rounded_as_defined(depth: int) -> None:
     hidden = make_rows(7, 300) * torch.logspace(-4, 3, 7)[:, None]

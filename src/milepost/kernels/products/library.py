@@ -41,7 +41,18 @@ def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
     if given.epilogue is Epilogue.FLOAT32:
         assert given.bias is None, "float32 outputs have no bias"
         return torch.mm(given.values, weight.values.t(), out_dtype=torch.float32)
-    return F.linear(given.values, weight.values, given.bias)
+    if given.bias is not None:
+        return F.linear(given.values, weight.values, given.bias)
+    return _multiply(given, weight.values)
+
+
+def _multiply(given: Multiplication, weight: Tensor) -> Tensor:
+    """Multiplies by a weight [O, I] in 16 bits, without bias. Rows that lie apart are written in
+    place, which saves a copy, where each begins at a multiple of 16 bytes."""
+    into = given.into
+    if into is None or into.stride(0) % 8:
+        return F.linear(given.values, weight)
+    return torch.mm(given.values, weight.t(), out=into)
 
 
 def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
@@ -68,7 +79,7 @@ def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
 def run_unpacked(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Unpacks four-bit weights to 16 bits, then multiplies with those."""
     assert isinstance(given.weight, FourBits), "the kernel's forms"
-    product = F.linear(given.values, unpack(given.weight, given.rows.dtype))
+    product = _multiply(given, unpack(given.weight, given.rows.dtype))
     return product if given.bias is None else product.add_(given.bias)
 
 
