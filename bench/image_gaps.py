@@ -6,7 +6,9 @@
 Dummy weights with the large vision tower. Eight requests stream; first alone, then while a prompt
 with a new 4K image and 200 tokens of text arrives every second, then while a prompt of 2,048 new
 tokens of text does: a chunk of text is what an image may delay others by. One JSON row for each:
-p50, p90, p99 and the longest of the gaps, and the arrivals' seconds to their first token.
+p50, p90, p99 and the longest of the gaps, and the arrivals' seconds to their first token. `slowest`
+has the longest gaps and when they ended, in seconds after the first arrival. If this process's own
+event loop was late, `longest_lag_s` says so; otherwise the engine was.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rows
 from screenshots import END, PAD, START, open_with_tower, screenshot, text_of
 
 TEXT_TOKENS, LONG_TOKENS = 200, 2048
+NUM_SLOWEST, TICK_S = 12, 0.005
+
+
+class Gap(NamedTuple):
+    seconds: float
+    ended_s: float
 
 
 async def main() -> int:
@@ -67,15 +76,18 @@ async def main() -> int:
 
 async def measure(llm: Any, make: Callable[[], Any] | None, arguments: Any) -> dict[str, Any]:
     """Streams while prompts arrive; returns the gaps and the first tokens."""
-    gaps: list[float] = []
+    gaps: list[Gap] = []
+    lags: list[float] = []
     random_ = random.Random(1)
     streams = [
         asyncio.create_task(stream(llm, text_of(random_, 100), gaps))
         for _ in range(arguments.streams)
     ]
+    streams.append(asyncio.create_task(tick(lags)))
     await asyncio.sleep(2.0)
     gaps.clear()
-    arrivals = []
+    lags.clear()
+    began, arrivals = time.perf_counter(), []
     for _ in range(arguments.arrivals):
         if make is not None:
             arrivals.append(asyncio.create_task(answer(llm, make(), 1)))
@@ -85,10 +97,26 @@ async def measure(llm: Any, make: Callable[[], Any] | None, arguments: Any) -> d
         each.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
     own = {"first_token": rows.percentiles(first)} if first else {}
-    return {"gaps": rows.percentiles(gaps), "longest_s": max(gaps), "num_gaps": len(gaps), **own}
+    slowest = sorted(gaps, key=attrgetter("seconds"), reverse=True)[:NUM_SLOWEST]
+    return {
+        "gaps": rows.percentiles([gap.seconds for gap in gaps]),
+        "longest_s": slowest[0].seconds,
+        "slowest": [(round(gap.seconds, 4), round(gap.ended_s - began, 3)) for gap in slowest],
+        "longest_lag_s": round(max(lags), 4),
+        "num_gaps": len(gaps),
+        **own,
+    }
 
 
-async def stream(llm: Any, tokens: list[int], gaps: list[float]) -> None:
+async def tick(lags: list[float]) -> None:
+    """Notes how late the event loop is, until it is cancelled."""
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(TICK_S)
+        lags.append(time.perf_counter() - began - TICK_S)
+
+
+async def stream(llm: Any, tokens: list[int], gaps: list[Gap]) -> None:
     """Notes the gaps between an answer's tokens, until it is cancelled."""
     from milepost import SamplingParams
 
@@ -97,7 +125,7 @@ async def stream(llm: Any, tokens: list[int], gaps: list[float]) -> None:
     async for _ in llm.generate({"prompt_token_ids": tokens}, params):
         now = time.perf_counter()
         if last is not None:
-            gaps.append(now - last)
+            gaps.append(Gap(now - last, now))
         last = now
 
 

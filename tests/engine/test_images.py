@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from PIL import Image
 
 from milepost import SamplingParams
 from milepost.errors import InvalidRequestError
 from milepost.runner.recording import read_records
 from milepost.scheduler.plans import StepPlan
+from tests.pictured import SETTINGS
 from tests.pictured_prompts import GREEDY, answer, asked, image, open_llm, save_folder
 
 
@@ -48,6 +50,20 @@ def test_the_same_image_hits_and_another_does_not(llm, cold, before):
     assert ids == answer(cold, asked(before, other, [5] * 30))[0]
     assert report.image_tokens_reused == 0
     assert report.reused <= before + 1
+
+
+def test_equal_pixels_of_another_shape_and_swapped_images_do_not_hit(llm, cold):
+    """Rows of patches of a grey image are the same bytes whichever way it lies."""
+    unit = SETTINGS.unit
+    lying, standing = (Image.new("RGB", (unit * w, unit * h), "grey") for h, w in ((4, 6), (6, 4)))
+    one, other = image(8, 8, 1), image(8, 8, 2)
+    for first, second in ((lying, standing), (one, other)):
+        turned = answer(cold, asked(30, second, first, [5] * 20))[0]
+        assert answer(cold, asked(30, first, second, [5] * 20))[0] != turned
+        for shown in ((first, second), (second, first)):
+            ids, report = answer(llm, asked(30, *shown, [5] * 20))
+            assert ids == answer(cold, asked(30, *shown, [5] * 20))[0]
+            assert (report.images_reused, report.image_tokens_reused) == (0, 0)
 
 
 def test_a_resume_anywhere_around_and_inside_an_image_equals_a_cold_run(llm, cold):
