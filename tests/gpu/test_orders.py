@@ -18,6 +18,7 @@ from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.attention_cases import Case, Step
+from tests.kernels.choices import without
 from tests.kernels.orders import NUM_ROWS, SHAPES, compare, forms
 from tests.kernels.quantised_cases import make_rows
 
@@ -93,6 +94,19 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
         are_split.append(products.multiply(own, weight, epilogue=Epilogue.PARTIALS).dim() == 3)
     assert different == {}
     assert any(are_split) or shape[0] > 8192, "a decode's sums are in parts"
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(2048, 4096), (4096, 12288), (264, 2048), (12352, 2048)])
+def test_whole_sums_by_torch_have_the_bits_of_ours(shape: tuple[int, int]) -> None:
+    """With torch's own settings, 65 to 256 rows of the first two shapes have other bits."""
+    weight = replace(dict(forms(*shape))["raw"], order=SumOrder.FIXED)
+    rows = make_rows(4096, shape[1]).cuda().bfloat16()
+    with without("torch's GEMM, sums whole"):
+        ours = products.multiply(rows, weight)
+    counts = (65, 74, 77, 98, 110, 128, 129, 176, 200, 224, 500, 512, 1000, 2049, 4096)
+    own = {num: products.multiply(rows[:num], weight) for num in counts}
+    assert [num for num, each in own.items() if not torch.equal(each, ours[:num])] == []
 
 
 @pytest.mark.parametrize("num_rows", [17, 64, 300])

@@ -11,7 +11,7 @@ from milepost.kernels.products.forms import Matrix
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
 from milepost.kernels.products.hopper import tiles
 from milepost.kernels.products.portable.row_tiles import cut_gemv
-from milepost.kernels.products.table import Product
+from milepost.kernels.products.table import PRODUCTS, Product
 
 H200 = CHIPS["sm_90"][1]
 NUM_SMS = H200.num_sms
@@ -51,17 +51,19 @@ def test_few_inputs_and_outputs_that_nobody_adds_up_are_left_to_others():
     assert tiles_of(65, 2048, 12352) is None
 
 
-@pytest.mark.parametrize("num_rows", [65, 96, 128])
-def test_more_rows_are_taken_where_sums_are_whole(num_rows):
-    def cut(num_outputs, order):
-        weight = Matrix(form=Raw, num_outputs=num_outputs, num_inputs=2048, order=order)
-        return tiles.cut_raw(Product(weight=weight, num_rows=num_rows), H200)
+@pytest.mark.parametrize("num_rows", [65, 129, 8192])
+def test_many_rows_are_torchs_where_sums_are_whole(num_rows):
+    def kernel(order, num_inputs=2048, chip=H200, **rest):
+        weight = Matrix(form=Raw, num_outputs=256, num_inputs=num_inputs, order=order)
+        return PRODUCTS.choose(Product(weight=weight, num_rows=num_rows, **rest), chip).kernel
 
-    assert cut(256, SumOrder.FREE) is None
-    for order in (SumOrder.LIKE_MANY, SumOrder.FIXED):
-        assert cut(256, order).block_m == 128
-    assert cut(12352, SumOrder.LIKE_MANY) is None, "cuBLAS has the same order"
-    assert cut(12352, SumOrder.FIXED).split_k == 1
+    whole = kernel(SumOrder.FIXED)
+    assert (whole.name, whole.order) == ("torch's GEMM, sums whole", "64 seq")
+    assert kernel(SumOrder.FIXED, 12288) == kernel(SumOrder.LIKE_MANY) == whole
+    others = kernel(SumOrder.FREE), kernel(SumOrder.LIKE_MANY, 12288)
+    assert whole not in others
+    for more in ({"has_bias": True}, {"alignment": 4}, {"chip": CHIPS["sm_80"][1]}):
+        assert kernel(SumOrder.FIXED, **more).name == "raw gemm"
 
 
 @pytest.mark.parametrize("num_outputs", [64, 576, 2560, 12288, 24576])

@@ -122,6 +122,8 @@ def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
         stack.enter_context(mock.patch("torch.version.hip", version))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(_is_meta)))
         stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _address))
+        blas = "torch.backends.cuda.preferred_blas_library"
+        stack.enter_context(mock.patch(blas, lambda library=None: library))
         # Given an output, the library's product asks for memory.
         stack.enter_context(mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out))
         # It stays: without a GPU Triton has no driver to go back to.

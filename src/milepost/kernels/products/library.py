@@ -6,6 +6,10 @@ Legend: T tokens, H hidden size; I inputs, O outputs; N outputs, K inputs of a p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -18,7 +22,6 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms import Epilogue, Form, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8
-from milepost.kernels.products.hopper.tiles import LibraryTiles
 from milepost.kernels.products.portable import float4, int4, rounding
 from milepost.kernels.products.portable.gemm_step import factors
 from milepost.kernels.products.portable.weights import (
@@ -32,9 +35,13 @@ from milepost.kernels.products.run import Multiplication, RoutedRows, run_chosen
 
 _BLOCK_N = 64
 """Outputs of a program that unpacks."""
+_REDUCTIONS = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
+"""torch's settings of sums that cuBLAS splits."""
+_SETTINGS = Lock()
+"""Held by the thread that has changed torch's settings."""
 
 
-def run(given: Multiplication, tiles: LibraryTiles) -> Tensor:  # noqa: ARG001
+def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Multiplies with raw weights."""
     weight = given.weight
     assert isinstance(weight, Raw), "the kernel's form"
@@ -53,6 +60,39 @@ def _multiply(given: Multiplication, weight: Tensor) -> Tensor:
     if into is None or into.stride(0) % 8:
         return F.linear(given.values, weight)
     return torch.mm(given.values, weight.t(), out=into)
+
+
+def run_whole(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
+    """Multiplies with raw weights, and splits no sum."""
+    weight, output = given.weight, given.output()
+    assert isinstance(weight, Raw), "the kernel's form"
+    if output.data_ptr() % 16 or output.stride(0) % 8:
+        # cuBLAS would take another kernel, which may add up in another order.
+        output = given.new_output()
+    with _whole_sums():
+        return torch.mm(given.values, weight.values.t(), out=output)
+
+
+@contextmanager
+def _whole_sums() -> Iterator[None]:
+    """Forbids cuBLAS to split sums inside. torch knows this as a setting of the process alone, so
+    one thread at a time changes it for a call, and changes it back."""
+    settings = torch.backends.cuda.matmul
+    with _SETTINGS:
+        library = torch.backends.cuda.preferred_blas_library()
+        kept = {
+            name: (getattr(settings, name), getattr(settings, f"{name}_split_k"))
+            for name in _REDUCTIONS
+        }
+        try:
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            for name in _REDUCTIONS:
+                setattr(settings, name, (False, False))
+            yield
+        finally:
+            torch.backends.cuda.preferred_blas_library(library)
+            for name, value in kept.items():
+                setattr(settings, name, value)
 
 
 def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001

@@ -132,6 +132,9 @@ _INT4_SIZES: Condition[Product] = ("steps are not whole", lambda it, chip:
     hopper.cut_int4(it, chip) is not None)
 _SM_90: Condition[Product] = ("torch takes these blocks on sm_90 alone", lambda _, chip:
     chip.capability == (9, 0) and chip.arch != "cpu")
+_WHOLE: Condition[Product] = ("sums may be split", lambda it, _: it.is_whole)
+_COMPARED: Condition[Product] = ("torch's GEMM was compared on sm_90 alone", lambda it, chip:
+    chip.capability == (9, 0) and chip.arch != "cpu" and it.weight.num_outputs % 8 == 0)
 _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
     it.weight.rows == it.weight.depth == BLOCK
     and it.weight.num_inputs % (4 * BLOCK) == it.weight.num_outputs % 16 == 0)
@@ -148,15 +151,17 @@ PRODUCTS: KernelTable[Product] = KernelTable(
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
-        rows=RowRange(most=2 * _MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
+        rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
         serves=SumOrder.FIXED, **_HOPPER_FEW),
+    row("torch's GEMM, sums whole", "products.library", _RAW, "64 seq", _TMA, _WHOLE, _COMPARED,
+        rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, takes_bias=False, entry="run_whole",
+        serves=SumOrder.FIXED, needs="cuBLAS (sm_90)"),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
         _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, serves=SumOrder.FIXED),
     row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _FREE,
         _SMALL, _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
         cut=tiles.cut_raw),
-    row("torch's GEMM", "products.library", _RAW, "{tiles.order}", epilogues=_ALL,
-        cut=hopper.cut_library),
+    row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
     row("fp8 gemv over a ring, Hopper", "products.hopper.gemv_ring", (Fp8,), "8 parts, 128 seq",
         _RING, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,

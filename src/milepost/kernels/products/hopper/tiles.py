@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import cdiv, next_power_of_2
@@ -50,11 +50,8 @@ class RawTiles:
 _RAW_STAGES = {16: (12, 10, 8, 0), 32: (11, 8, 6, 10), 64: (9, 12, 12, 10)}
 """Stages by the tokens of a tile: for many outputs; for many inputs and few outputs; for some of
 both; for some inputs and few outputs, 0 where other kernels are as fast."""
-_WHOLE_STAGES = {rows: min(stages[:2]) for rows, stages in _RAW_STAGES.items()} | {128: 6}
-"""Stages where sums are not cut into parts, which alone have tiles of 128 tokens."""
-_FEW_WHOLE = 1 << 10
-"""Outputs of such sums up to which tiles of 128 tokens are faster than cuBLAS, whose order of sums
-is the same."""
+_WHOLE_STAGES = {rows: min(stages[:2]) for rows, stages in _RAW_STAGES.items()}
+"""Stages where sums are not cut into parts."""
 _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
 """Ranges of outputs, or inputs, whose GEMMs gain. With more outputs it does not matter when they
 begin; with fewer of both, the portable kernel is as fast."""
@@ -104,9 +101,6 @@ def _cut_whole(product: Product, chip: Chip) -> RawTiles | None:
     block_m = next((rows for rows in _WHOLE_STAGES if product.num_rows <= rows), 0)
     if not block_m or weight.num_inputs % RAW_BLOCK_K:
         return None
-    is_many = block_m not in _RAW_STAGES and weight.num_outputs > _FEW_WHOLE
-    if is_many and not weight.order.is_fixed:
-        return None
     return RawTiles(
         block_m=block_m,
         block_n=_spread(weight.num_outputs, chip.num_sms, 128),
@@ -119,27 +113,6 @@ def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
     """Returns the width of tiles that gives each SM the same number of tiles."""
     rounds = cdiv(num_outputs, num_sms * widest)
     return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
-
-
-_LIBRARY_INPUTS = 4096
-"""Inputs up to which cuBLAS was seen to add up raw products as `cut_raw`'s kernel does. It cuts
-12,288 inputs into parts if there are 96 to 256 rows, and not if there are more."""
-_LIBRARY_ROWS = 64
-"""Rows above which it was compared."""
-
-
-class LibraryTiles(NamedTuple):
-    """Properties of a GEMM that torch cuts up."""
-
-    order: str
-
-
-def cut_library(product: Product, chip: Chip) -> LibraryTiles:
-    """Returns the order of a GEMM with raw weights by cuBLAS, as far as it is known."""
-    is_hopper = chip.capability == (9, 0) and chip.arch != "cpu"
-    is_short = product.weight.num_inputs <= _LIBRARY_INPUTS and product.num_rows > _LIBRARY_ROWS
-    is_known = is_hopper and is_short and product.epilogue is not Epilogue.FLOAT32
-    return LibraryTiles(f"{RAW_BLOCK_K} seq" if is_known else "cuBLAS")
 
 
 MMA_M = 64
