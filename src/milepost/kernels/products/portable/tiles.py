@@ -234,7 +234,7 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
         return _choose_quantised(routed)
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        if routed.up.order.is_fixed:
+        if routed.up.order.is_fixed and not _add_up_alike(routed):
             # Only the largest tiles have the order of blocks that are larger still.
             up = _spread(_LARGE, routed.size, routed)
             down = _spread(_LARGE, routed.down.num_outputs, routed)
@@ -242,7 +242,7 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
             up, down = _SEARCHED
         else:
             _, up, down = next(each for each in _REGIMES if routed.rows_each <= each[0])
-    up = up.fitted(routed.chip, num_weights=2)
+    up = _dividing(up, routed.up.num_inputs).fitted(routed.chip, num_weights=2)
     if not routed.is_gated:
         # As many rows of weights in a tile as of gates and up projections together.
         up = replace(up, block_n=2 * up.block_n)
@@ -252,6 +252,13 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 def choose_many(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Returns the tiles of both projections of four-bit experts with many rows each."""
     return _WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated), _WIDE.fitted(routed.chip)
+
+
+def _add_up_alike(routed: RoutedRows) -> bool:
+    """Whether tiles of any size have the same order, as wgmma's had where they were compared:
+    whichever operand has the weights, and however many whole steps there are."""
+    chip, sizes = routed.chip, (routed.up.num_inputs, routed.size)
+    return chip.capability == (9, 0) and chip.arch != "cpu" and not any(each % 64 for each in sizes)
 
 
 def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
