@@ -2,8 +2,8 @@
 keeping.
 
 The marks are where other prompts are likely to diverge from this one: the end of the system prompt
-and the tools, and the end of the last message (`template`). A mark is always a position of this very
-prompt, whatever a template does to earlier messages.
+and the tools, and the end of the last message (`template`). A mark is always a position of this
+very prompt, whatever a template does to earlier messages.
 
 Text that somebody else wrote is never read as special tokens. A template writes them (<|im_start|>,
 <|im_end|>) around messages, and a tokenizer recognises them anywhere, so a message that contains
