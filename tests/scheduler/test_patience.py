@@ -72,12 +72,13 @@ def test_known_chats_go_on_while_a_newcomer_is_held_back():
 
 
 def steps_held_back(num_others):
+    """Returns the number of steps until a newcomer begins, and what it displaces just before."""
     bench, _, newcomer, others = held_back(num_others)
-    displaced = bench.cache.displaced(bench.cache.match(newcomer.chain))
     for other in others:
         other.queued_s = 1e9  # never its turn
-    num_steps = 1
+    num_steps, displaced = 1, 0.0
     while newcomer.report is None:
+        displaced = bench.cache.displaced(bench.cache.match(newcomer.chain))
         bench.step()
         num_steps += 1
     return num_steps, displaced

@@ -126,10 +126,11 @@ def in_time(trace, policy, num_pages, num_slots=200, **options):
 
 def test_more_live_sessions_than_kv_cost_their_share_alone():
     """30 sessions of 100 to 138 pages, and KV for 20 of them: with LRU little is left. Who is let
-    in when decides much, so three memories that differ by little are taken together.
+    in when decides much (6 points and 10 s), so five memories that differ by little are taken
+    together.
     """
     trace = live_sessions(30, 20)
-    ours = [in_time(trace, "auto", 20 * 140 + more) for more in (-20, 0, 20)]
+    ours = [in_time(trace, "auto", 20 * 140 + more) for more in range(-40, 41, 20)]
     lru_run, lru_hit = in_time(trace, "ends", 20 * 140)
     _, fitting = in_time(trace, "auto", 40 * 140)
     assert lru_hit < 0.3

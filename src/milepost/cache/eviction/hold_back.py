@@ -30,6 +30,9 @@ class Likely:
 
     num_slots: int = 0
     num_tokens: int = 0
+    num_running: int = 0
+    """Tokens of the paths that running requests continue and that are likely to be continued
+    again."""
     counted: dict[Checkpoint, int] = field(default_factory=dict)
     """Checkpoints whose pages are not in use -> tokens since the next shallower checkpoint."""
 
@@ -39,6 +42,8 @@ class Held(NamedTuple):
 
     num_pages: int
     num_slots: int
+    num_running: int
+    """Number of pages of paths that running requests continue and others are likely to."""
 
 
 class HoldBack:
@@ -68,7 +73,8 @@ class HoldBack:
         likely = self._last or self._found
         num_tokens = likely.num_tokens - sum(likely.counted.get(c, 0) for c in upwards(own))
         num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
-        return Held(num_pages, min(likely.num_slots, self._slots.num_cached))
+        num_running = min(likely.num_running // self._page_size, self._pages.num_used)
+        return Held(num_pages, min(likely.num_slots, self._slots.num_cached), num_running)
 
     def _go_on(self, most: int) -> None:
         """Looks at the next `most` paths, or at all of them if there are no more than that."""
@@ -89,12 +95,21 @@ class HoldBack:
         how many checkpoints were added."""
         if not self._score.is_expected(checkpoint, LOOK_AHEAD):
             return 0
-        found, live_pages, num_before = self._found, self._pages.live_refs, len(self._found.counted)
+        found, num_before = self._found, len(self._found.counted)
+        if self._is_used(checkpoint):
+            # Whoever runs there leaves a newer state, in a slot that it has already.
+            if self._score.is_expected_by_evidence(checkpoint, LOOK_AHEAD):
+                found.num_running += checkpoint.position
+            return 0
         found.num_slots += 1
         for here in upwards(checkpoint):
-            node = here.node
-            if here in found.counted or (not node.is_root and live_pages(node.page)):
-                break  # already counted, or its pages are in use anyway
+            if here in found.counted or self._is_used(here):
+                break
             found.counted[here] = here.replay_tokens
             found.num_tokens += here.replay_tokens
         return len(found.counted) - num_before
+
+    def _is_used(self, checkpoint: Checkpoint) -> bool:
+        """Whether a running request holds the page of a checkpoint, and so all pages before it."""
+        node = checkpoint.node
+        return not node.is_root and self._pages.live_refs(node.page) > 0

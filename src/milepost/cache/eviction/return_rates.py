@@ -39,18 +39,23 @@ WIDTHS = list(map(_width, AGES, AGES[1:]))
 
 class Ratio:
     """Ratio of events seen to events expected. It starts at one, with the weight of
-    `prior` events."""
+    `PRIOR_EVENTS`."""
 
     __slots__ = ("_expected", "_seen", "value")
 
-    def __init__(self, prior: float) -> None:
-        self._seen = self._expected = prior
+    def __init__(self) -> None:
+        self._seen = self._expected = PRIOR_EVENTS
         self.value = 1.0
 
     def observe(self, expected: float, seen: int) -> None:
         self._expected += expected
         self._seen += seen
         self.value = self._seen / self._expected
+
+    @property
+    def evidence(self) -> float:
+        """Share of the events seen that the prior does not assume."""
+        return 1.0 - PRIOR_EVENTS / self._seen
 
 
 class ReturnRates:
@@ -60,8 +65,8 @@ class ReturnRates:
     """
 
     def __init__(self) -> None:
-        self._total = Ratio(PRIOR_EVENTS)
-        self._own = [Ratio(PRIOR_EVENTS) for _ in range(MAX_RETURNS + 1)]
+        self._total = Ratio()
+        self._own = [Ratio() for _ in range(MAX_RETURNS + 1)]
         self._returned = [PRIOR_EVENTS * width for width in WIDTHS]
         self._expected = self._returned.copy()
         self._curve: list[tuple[float, float, float, float]] = []
@@ -95,6 +100,11 @@ class ReturnRates:
         rate.observe(width * self._total.value, returned)
         self._total.observe(width, returned)
         self._curve = []
+
+    def evidence(self, num_returns: int) -> float:
+        """Returns the share of the returns, among those of places returned to as often before, that
+        were seen and not assumed by the prior."""
+        return self._own[min(num_returns, MAX_RETURNS)].evidence
 
     def _level(self, num_returns: int) -> float:
         return self._total.value * self._own[min(num_returns, MAX_RETURNS)].value

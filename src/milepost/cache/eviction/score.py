@@ -193,11 +193,18 @@ class Score:
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
         """Whether a path is likely to be returned to within this many requests."""
-        if checkpoint.reservations:
-            return True
-        end = checkpoint.end
+        return bool(checkpoint.reservations) or self._returns(checkpoint.end, within) > EVEN_ODDS
+
+    def is_expected_by_evidence(self, checkpoint: Checkpoint, within: int) -> bool:
+        """Whether a path is likely to be returned to if only returns that were seen count, and
+        none that the prior assumes."""
+        evidence = self._ends.rates.evidence(checkpoint.end.num_returns)
+        return self._returns(checkpoint.end, within) * evidence > EVEN_ODDS
+
+    def _returns(self, end: End, within: int) -> float:
+        """Returns the number of returns to a path's end to expect within this many requests."""
         age = self.clock - end.time
-        return self._ends.rates.expected(end.num_returns, age, age + within) > EVEN_ODDS
+        return self._ends.rates.expected(end.num_returns, age, age + within)
 
     def growth(self, within: int) -> float:
         """Returns the number of tokens by which known paths are expected to grow within this many
