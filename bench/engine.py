@@ -16,7 +16,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import rows
 
 Prompt = list[int]
 Row = dict[str, Any]
+SEQUENCES, ANSWER = (1, 16, 64), 288
 
 
 @dataclass(slots=True)
@@ -35,6 +36,10 @@ class Bench:
     params: Callable[..., Any]
     vocab_size: int
     rng: random.Random
+    sequences: Sequence[int] = SEQUENCES
+    """Numbers of sequences that `decode` runs at the same time."""
+    answer: int = ANSWER
+    """Tokens of their longer answers."""
 
     def tokens(self, num: int) -> Prompt:
         return self.rng.choices(range(10, self.vocab_size), k=num)
@@ -56,6 +61,8 @@ def main() -> int:
     parser.add_argument("--model", default=str(rows.ROOT / "bench/models/hybrid-35b-a3b"))
     parser.add_argument("--cache", choices=("on", "off"), default="on")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES)
+    parser.add_argument("--answer", type=int, default=ANSWER)
     rows.add_option(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=rows.ROOT / "out" / "bench-engine.jsonl")
@@ -69,6 +76,7 @@ def main() -> int:
         "cache": arguments.cache,
         "options": options,
         "seed": arguments.seed,
+        "answer": arguments.answer,
     }
     found = []
     for row in _run(bench, arguments.only, startup_s):
@@ -98,7 +106,8 @@ def _open(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[Bench
     startup_s = time.perf_counter() - start
     config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
     rng = random.Random(arguments.seed)
-    return Bench(llm, engine.SamplingParams, config["vocab_size"], rng), startup_s
+    sizes = config["vocab_size"], rng, arguments.sequences, arguments.answer
+    return Bench(llm, engine.SamplingParams, *sizes), startup_s
 
 
 def _run(bench: Bench, names: list[str], startup_s: float) -> Iterator[Row]:
@@ -188,9 +197,10 @@ def crowd(bench: Bench) -> Iterator[Row]:
 
 
 def decode(bench: Bench) -> Iterator[Row]:
-    """Tokens per second of 1, 16 and 64 sequences with prompts of 128 tokens."""
-    for num in (1, 16, 64):
-        short, long = 32, 288
+    """Tokens per second of 1, 16 and 64 sequences with prompts of 128 tokens. `--answer 96` keeps
+    models short whose start takes most of a minute."""
+    for num in bench.sequences:
+        short, long = 32, bench.answer
         prompts = [bench.tokens(128) for _ in range(num)]
         bench.generate(prompts, short)
         # What differs between the two is decoding alone; a pause of the host in one run is none.
