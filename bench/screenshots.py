@@ -70,12 +70,19 @@ def main() -> int:
 
 def open_with_tower(make: Any, folder: Path, model: Path, **options: Any) -> Any:
     """Opens the text model, with a vision tower before it, as an `LLM` or `AsyncLLM`."""
+    (folder / "config.json").write_text(json.dumps(whole_config(model)), encoding="utf-8")
+    given = {"max_num_seqs": 4, "max_model_len": 65536, **options}
+    return make(folder, load_format="dummy", skip_tokenizer_init=True, **given)
+
+
+def whole_config(model: Path) -> dict[str, Any]:
+    """Returns the config.json of a text model with a vision tower before it."""
     text = json.loads((model / "config.json").read_text(encoding="utf-8"))
     del text["architectures"]
     # Qwen3.5's text models have Qwen3-Next's shapes, and turn by time, row and column.
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
     kind = "qwen3_5_moe" if "num_experts" in text else "qwen3_5"
-    whole = {
+    return {
         "model_type": kind,
         "text_config": {**text, "model_type": f"{kind}_text"},
         "vision_config": {**TOWER, "out_hidden_size": text["hidden_size"]},
@@ -84,9 +91,6 @@ def open_with_tower(make: Any, folder: Path, model: Path, **options: Any) -> Any
         "vision_start_token_id": START,
         "vision_end_token_id": END,
     }
-    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
-    given = {"max_num_seqs": 4, "max_model_len": 65536, **options}
-    return make(folder, load_format="dummy", skip_tokenizer_init=True, **given)
 
 
 def _converse(
