@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from milepost.server.config import ServerConfig
+from milepost.server.json_text import MAX_HALVES, MAX_MENDED_BYTES, read_json
 from tests.server.inprocess import answered
 
 JSON = {"content-type": "application/json"}
@@ -27,7 +28,6 @@ def error(http, body, path="/v1/completions", headers=JSON):
         (b"{", "EOF"),
         (b'{"prompt": "a",}', "column"),
         (b'{"prompt": "\xff\xfe"}', "unicode"),
-        (b'{"prompt": "\\ud800"}', "hex escape"),
         (b'{"prompt": "a", "temperature": NaN}', "column"),
         (b"[1, 2]", "JSON object"),
         (b"null", "JSON object"),
@@ -112,10 +112,41 @@ def test_a_post_without_a_body_may_have_any_type():
     assert answered(ServerConfig(), "/ping", "", headers).status_code == 200
 
 
-def test_surrogates_deep_in_a_body(http):
-    body = b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", '
-    body += b'"function": {"name": "f", "parameters": {"x": "\\udfff"}}}]}'
-    error(http, body, "/v1/chat/completions")
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (rb'"cut \ud83d"', "cut \ufffd"),
+        (rb'"\uDE00\ud83d\ude00\ud83d\n\ud83d\ud83d\ude00"', "\ufffd😀\ufffd\n\ufffd😀"),
+        (rb'"\\ud83d \\\ud83d"', "\\ud83d \\\ufffd"),
+        (rb'{"\ud83d": ["\udfff"]}', {"\ufffd": ["\ufffd"]}),
+    ],
+)
+def test_half_an_emoji_is_read(text, read):
+    assert read_json(text) == read
+
+
+def test_halves_that_are_too_many_are_not_replaced():
+    assert read_json(b'"' + rb"\ud83d" * MAX_HALVES + b'"') == "\ufffd" * MAX_HALVES
+    with pytest.raises(ValueError, match="hex escape"):
+        read_json(b'"' + rb"\ud83d" * (MAX_HALVES + 1) + b'"')
+    with pytest.raises(ValueError, match="hex escape"):
+        read_json(rb'["\ud83d"' + b" " * MAX_MENDED_BYTES + b"]")
+
+
+def test_a_turn_that_was_cut_inside_an_emoji_is_answered(http):
+    """An agent sends it again with every later turn, here as a result and in a call's arguments."""
+    call = {"name": "f", "arguments": r'{"a": "\ud83d", "b": 1}'}
+    assistant = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": call}],
+    }
+    messages = [{"role": "user", "content": "a"}, assistant]
+    messages.append({"role": "tool", "tool_call_id": "c", "content": "cut \ud83d"})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "\udfff"}}}]
+    body = json.dumps({"messages": messages, "tools": tools, "max_tokens": 1}).encode()
+    response = http.post("/v1/chat/completions", content=body)
+    assert response.status_code == 200
+    assert "x-milepost-ignored" not in response.headers
 
 
 def test_a_template_that_the_values_break_is_refused(http):

@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from milepost.server.callers import GuardedRoute
 from milepost.server.errors import ClientGoneError, HttpError
+from milepost.server.json_text import read_json
 
 MAX_VALUES: Final = 2**21
 """Elements of all lists and objects in a body; nearly all are token ids."""
@@ -84,7 +84,7 @@ class _JsonRequest(Request):
     def _validated(self, body: bytes) -> Any:
         check_size(body)
         try:
-            value = from_json(body, allow_inf_nan=False)
+            value = read_json(body)
         except ValueError as error:
             raise HttpError(400, f"the body is not valid JSON: {error}") from error
         found, problems = self._field.validate(value, {}, loc=("body",))

@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import from_json
 
 from milepost.server.fields import AnyType, Body, Many, with_type
+from milepost.server.json_text import read_json
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -36,7 +37,7 @@ def read_arguments(given: Any) -> tuple[dict[str, Any], bool]:
     if not given:
         return {}, False
     try:
-        found = from_json(given)
+        found = read_json(given.encode(), allows_nan=True)
     except ValueError:
         found = _as_far_as_it_goes(given)
         return (found if isinstance(found, dict) else {}), True
