@@ -158,6 +158,30 @@ def test_a_body_that_does_not_come_is_not_waited_for(connect):
     assert status(data) == 408
 
 
+def test_a_body_that_comes_by_the_byte_is_not_waited_for():
+    """No pause is long, but what has come is held all the while."""
+    config = ServerConfig(request_timeout_s=0.05, max_request_bytes=2**16, access_log=False)
+
+    async def app(_, receive, __):
+        while True:
+            await receive()
+
+    async def receive():
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def answer():
+        messages = asyncio.Queue()
+        gate = Gate(app, config, Keys([], []), HttpMetrics(CollectorRegistry()))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await gate(scope, receive, messages.put)
+        return messages.get_nowait(), messages.get_nowait()
+
+    start, body = asyncio.run(answer())
+    assert start["status"] == 408
+    assert b"within 0.05 seconds" in body["body"]
+
+
 def test_connections_are_counted(limited, connect):
     opened = [connect() for _ in range(MAX_CONNECTIONS + 8)]
     answers = [received(sock) for sock in opened]

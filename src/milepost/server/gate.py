@@ -130,21 +130,24 @@ class Gate:
 
     def _limited(self, receive: Any, scope: Any) -> Any:
         """Returns `receive` within the limits on bodies. The declared length is checked before
-        anything is read."""
+        anything is read. A body also arrives within a request's time, however short its pauses."""
         incoming: Incoming = scope["milepost.incoming"]
+        pause_s, whole_s = self._config.body_timeout_s, self._config.request_timeout_s
         num_bytes, is_taken = 0, False
 
         async def limited() -> Any:
             nonlocal num_bytes, is_taken
             if not num_bytes:
                 self._check_length(scope)
+            left_s = scope["milepost.arrival"] + whole_s - time.monotonic()
             try:
-                async with asyncio.timeout(None if is_taken else self._config.body_timeout_s):
+                async with asyncio.timeout(None if is_taken else min(pause_s, left_s)):
                     message = await receive()
             except TimeoutError:
-                raise HttpError(
-                    408, f"no more of the body arrived for {self._config.body_timeout_s:g} seconds"
-                ) from None
+                why = f"no more of the body arrived for {pause_s:g} seconds"
+                if left_s < pause_s:
+                    why = f"the body did not arrive within {whole_s:g} seconds"
+                raise HttpError(408, why) from None
             if incoming.problem is not None and not is_taken:
                 raise incoming.problem
             is_taken = is_taken or not message.get("more_body")

@@ -117,6 +117,13 @@ def test_a_regex_that_is_none_says_why(llm):
         answer(llm, StructuredOutputs(regex="(ab"))
 
 
+def test_a_one_of_that_is_not_followed_says_what_to_use(llm):
+    """llguidance follows it where no value matches two of them, and names its own option else."""
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    with pytest.raises(InvalidRequestError, match=r"where several may match: use anyOf$"):
+        answer(llm, StructuredOutputs(json=schema))
+
+
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}])
 def test_a_form_says_where_an_answer_ends(llm, options):
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **options)

@@ -49,6 +49,8 @@ bound memory (100 MB): JSON schemas with bounded strings need 16,000."""
 _TOLD_BY = {"expressions constructed": "step_lexer_fuel", "fuel": "step_lexer_fuel"}
 """Maps words of an error message to the limit in question, for errors that do not show
 its number."""
+_OF_LLGUIDANCE = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""Advice that only this program could follow."""
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
 """Options for JSON schemas: white space is allowed but bounded, since small models may otherwise
 write it without end."""
@@ -246,4 +248,5 @@ def _first_line(text: str) -> str:
     line."""
     lines = text.strip().splitlines() or ["it cannot be read"]
     why = [line.removeprefix("error:") for line in lines[1:] if line.startswith("error:")]
-    return lines[0] + "".join(why) if lines[0].endswith(":") else lines[0]
+    line = lines[0] + "".join(why) if lines[0].endswith(":") else lines[0]
+    return line.replace(_OF_LLGUIDANCE, " where several may match: use anyOf")
