@@ -33,7 +33,7 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.rows import provenance, write
+from rows import provenance, write
 
 from milepost.images import ImageSettings, PreparedImage, normalisation, prepare
 from milepost.layers.parameters import ModuleScope
