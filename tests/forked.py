@@ -13,6 +13,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from pkgutil import iter_modules
+from tempfile import TemporaryFile
 from typing import Any
 
 from milepost.__main__ import run
@@ -102,6 +104,30 @@ class Program:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def run_script(path: Path, *arguments: str, compiles: bool = False) -> str:
+    """Returns what a script prints in a forked process, as `python path arguments` would. With
+    `compiles`, kernels are compiled rather than interpreted."""
+    environment = dict(os.environ)
+    if compiles:
+        environment.pop("TRITON_INTERPRET", None)
+    with TemporaryFile() as printed, TemporaryFile() as errors, without_main():
+        given = _Given(environment, printed.fileno(), errors.fileno())
+        words = [str(path), *arguments]
+        process = context().Process(target=_run_script, args=(words, given))
+        process.start()
+        process.join()
+        texts = [os.pread(each.fileno(), 2**26, 0).decode() for each in (printed, errors)]
+    assert process.exitcode == 0, texts[1]
+    return texts[0]
+
+
+def _run_script(words: list[str], given: None) -> None:
+    _begin()
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class _Given:

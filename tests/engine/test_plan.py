@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from milepost.errors import ConfigError
 from milepost.models.loading import LoadOptions, load_model, outline
 from milepost.models.weighing import weigh
 from milepost.runner.pool_sizes import OneMemory, TwoPools
+from tests import forked
 from tests.checkpoints import save
 
 GIB = 2**30
@@ -25,11 +23,8 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     pytest.importorskip("triton", reason="steps are laid out for kernels in triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("plan_program.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = Path(__file__).with_name("plan_program.py")
+    return json.loads(forked.run_script(program, compiles=True))
 
 
 def test_a_meter_counts_memory_once_and_until_nobody_views_it(found):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from milepost.cli.main import main
+from tests import forked
 
 TINY = str(Path(__file__).parents[2] / "src" / "milepost" / "tiny")
 
@@ -22,10 +23,9 @@ def environment(**more: str) -> dict[str, str]:
 
 def test_shares_together_are_all_kernels_and_none_is_in_two():
     pytest.importorskip("triton", reason="kernels are compiled by the package triton")
-    command = [sys.executable, str(Path(__file__).with_name("warm_program.py"))]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = {name: set(keys) for name, keys in json.loads(done.stdout.splitlines()[-1]).items()}
+    program = Path(__file__).with_name("warm_program.py")
+    said = json.loads(forked.run_script(program, compiles=True).splitlines()[-1])
+    found = {name: set(keys) for name, keys in said.items()}
     first, second = found["0 of 2"], found["1 of 2"]
     assert len(found["0 of 1"]) > 20
     assert first | second == found["0 of 1"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import forked
 
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
@@ -85,10 +84,7 @@ def recorded(tmp_path_factory) -> Iterator[tuple[Path, LLM]]:
 
 def test_another_process_has_the_same_pools_and_samples_the_same(recorded):
     path, llm = recorded
-    again = subprocess.run(
-        [sys.executable, str(REPLAY), str(path)], capture_output=True, text=True, check=True
-    )
-    found = json.loads(again.stdout.splitlines()[-1])
+    found = json.loads(forked.run_script(REPLAY, str(path)).splitlines()[-1])
     assert found["others"] == []
     assert found["steps"] > 60
     assert found["digest"] == digest(llm.llm_engine.runner.pools)

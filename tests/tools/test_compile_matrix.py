@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 pytest.importorskip("triton", reason="kernels are compiled by the package triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -21,11 +20,8 @@ HOPPER = REPOSITORY / "tools" / "compile_matrix" / "hopper.jsonl"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parent / "planted.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    program = Path(__file__).with_name("planted.py")
+    return json.loads(forked.run_script(program, compiles=True).splitlines()[-1])
 
 
 def test_an_instruction_of_a_later_chip_is_found(found):

@@ -4,25 +4,20 @@ engine on the reference kernels, with no more than a warning."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.gpu.test_families import FAMILIES
 
 pytest.importorskip("triton", reason="kernels are compiled by the package triton")
 
 
 def compiled(*arguments: str) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parent / "families.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    program = Path(__file__).with_name("families.py")
+    return json.loads(forked.run_script(program, *arguments, compiles=True).splitlines()[-1])
 
 
 def test_mamba2_without_a_norm_compiles():
