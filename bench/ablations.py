@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import rows
 import slots
@@ -62,11 +63,11 @@ def _fixed_law(rates: Any, num_returns: int, age: int) -> float:  # noqa: ARG001
 
 
 def _rate_now(rates: Any, num_returns: int, age: int) -> float:
-    return rates._level(num_returns) * rates._at(age)[0] / (age + return_rates.AGE_OFFSET)
+    return float(rates._level(num_returns) * rates._at(age)[0] / (age + return_rates.AGE_OFFSET))
 
 
 def _level_alone(rates: Any, num_returns: int, age: int) -> float:
-    return rates._level(num_returns) / (age + return_rates.AGE_OFFSET)
+    return float(rates._level(num_returns) / (age + return_rates.AGE_OFFSET))
 
 
 def _fixed_events(rates: Any, num_returns: int, age: int, later: int) -> float:  # noqa: ARG001
@@ -74,11 +75,12 @@ def _fixed_events(rates: Any, num_returns: int, age: int, later: int) -> float: 
 
 
 def _level_of_events(rates: Any, num_returns: int, age: int, later: int) -> float:
-    return rates._level(num_returns) * return_rates._width(age, later)
+    return float(rates._level(num_returns) * return_rates._width(age, later))
 
 
 def _cuts_in_all(cuts: Any, over: int, up_to: int) -> float:
-    return sum(cuts._counts) / cuts.num_continued * max(up_to - over, 0) / max(up_to, 1)
+    share = max(up_to - over, 0) / max(up_to, 1)
+    return float(sum(cuts._counts) / cuts.num_continued * share)
 
 
 def _law(chance: Any, expected: Any) -> Callable[[], None]:
@@ -90,7 +92,8 @@ def _law(chance: Any, expected: Any) -> Callable[[], None]:
 
 
 def _no_levels() -> None:
-    return_rates.MAX_RETURNS = score.MAX_RETURNS = 0
+    for module in (return_rates, score):
+        mock.patch.object(module, "MAX_RETURNS", 0).start()
 
 
 def _oldest_alone(bucket: Any, value: Any, by: Any) -> Any:
@@ -108,11 +111,11 @@ def _strays_alone(reclaimer: Any, unified: Any) -> bool:
 
 
 def _lru(expected: Any, checkpoint: Any) -> float:
-    return 1.0 / (expected.clock - checkpoint.end.time + return_rates.AGE_OFFSET)
+    return float(1.0 / (expected.clock - checkpoint.end.time + return_rates.AGE_OFFSET))
 
 
 def _per_page(expected: Any, checkpoint: Any, num_pages: int) -> float:  # noqa: ARG001
-    return expected.of(checkpoint)
+    return float(expected.of(checkpoint))
 
 
 def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -69,7 +69,7 @@ def run(rank: int, port: int, options: argparse.Namespace, store: Any = None) ->
     hosts = GlooLink(
         store, rank, options.ranks, timeout_s=TIMEOUT_S, why_lost=lambda: "a rank is lost"
     )
-    probe = {"can_access": lambda *_: False} if options.apart else {}
+    probe: dict[str, Any] = {"can_access": lambda *_: False} if options.apart else {}
     link = GpuLink(hosts, torch.device("cuda", rank), **probe)
     for num_rows, num_parts in product(sorted(options.rows, reverse=True), options.parts):
         row = measure(link, rank, num_rows, num_parts, options.hidden_size)
@@ -85,7 +85,7 @@ def measure(
 ) -> dict[str, Any]:
     """Both ways, of so many rows in so many partials."""
     generator = torch.Generator("cuda").manual_seed(rank)
-    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     parts = torch.randn(num_rows, num_parts, hidden_size, generator=generator, **like)
     values = parts[:, 0].contiguous()
     hidden = torch.ones(num_rows, hidden_size, **like)
@@ -138,7 +138,7 @@ def time_in_graph(way: Callable[[], Any]) -> float:
         for _ in range(CALLS):
             way()
     graph.replay()
-    found = []
+    found: list[float] = []
     for _ in range(10):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

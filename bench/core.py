@@ -15,6 +15,8 @@ import random
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from milepost.cache import Allocation, Cache, Kind
 from milepost.scheduler.request import Request
@@ -25,6 +27,8 @@ PAGE_SIZE = 64
 PROMPT_TOKENS = 100_000
 PAGES = PROMPT_TOKENS // PAGE_SIZE
 
+T = TypeVar("T")
+
 
 def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> array[int]:
     return array("I", random.Random(seed).choices(range(150_000), k=num_tokens))
@@ -34,7 +38,7 @@ def run(cache: Cache, tokens: array[int]) -> dict[str, float]:
     """Serve one prompt in chunks of 8192; seconds by verb."""
     spent: dict[str, float] = {}
 
-    def timed(verb: str, call: Callable[[], object]) -> object:
+    def timed(verb: str, call: Callable[[], T]) -> T:
         start = time.process_time()
         result = call()
         spent[verb] = spent.get(verb, 0.0) + time.process_time() - start
@@ -47,9 +51,9 @@ def run(cache: Cache, tokens: array[int]) -> dict[str, float]:
     assert isinstance(allocation, Allocation)
     while allocation.committed < len(chain):
         end = min(allocation.committed + 8192, len(chain))
-        exports = timed("exports", lambda end=end: cache.take_exports(allocation, end))
+        exports = timed("exports", partial(cache.take_exports, allocation, end))
         written = {allocation.slot_out: end} | {e.slot: e.position for e in exports}
-        timed("commit", lambda end=end, written=written: cache.commit(allocation, end, written))
+        timed("commit", partial(cache.commit, allocation, end, written))
     timed("release", lambda: cache.release(allocation, Kind.ANSWER_END))
     return spent
 

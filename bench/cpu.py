@@ -28,7 +28,7 @@ from milepost import LLM, SamplingParams
 
 SEED = 0
 VOCAB = 6144
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -62,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         reference = _checkpoint(folder)
         for part in (_decoding, _hit, _unique_traffic):
-            with console.status(part.__doc__.splitlines()[0]):
+            with console.status((part.__doc__ or "").partition("\n")[0]):
                 measured.append(part(folder, reference))
     with console.status("the core's cost per page"):
         measured.append(_core())
@@ -83,7 +83,15 @@ def _decoding(folder: str, reference: Qwen3_5ForCausalLM) -> dict[str, Any]:
     llm = _engine(folder)
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     batch = torch.tensor(prompts)
-    options = {"max_new_tokens": 128, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 128,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+    untyped: Any = reference
+    generate = untyped.generate
 
     def ours() -> list[list[int]]:
         llm.reset_prefix_cache()
@@ -92,7 +100,9 @@ def _decoding(folder: str, reference: Qwen3_5ForCausalLM) -> dict[str, Any]:
     def theirs() -> list[list[int]]:
         with torch.inference_mode():
             mask = torch.ones_like(batch)
-            return reference.generate(batch, attention_mask=mask, **options)[:, 64:].tolist()
+            answers = generate(batch, attention_mask=mask, **options)
+        tokens: list[list[int]] = answers[:, 64:].tolist()
+        return tokens
 
     seconds = _alternate({"milepost": ours, "transformers": theirs}, repeats=5)
     return _row(
@@ -204,7 +214,8 @@ def _row(
 
 def _checkpoint(folder: str) -> Qwen3_5ForCausalLM:
     torch.manual_seed(SEED)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**MODEL)).eval()
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**MODEL))
+    model.eval()
     model.save_pretrained(folder)
     return model
 

@@ -19,6 +19,7 @@ import select
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -61,7 +62,8 @@ class Worker:
         engine = self.engine
         while True:
             if not engine.has_work or engine.awaits_others:
-                select.select([self.pipe, engine.wakers[0]], [], [])
+                awaited: list[Any] = [self.pipe, engine.wakers[0]]
+                select.select(awaited, [], [])
             while self.pipe.poll():
                 if not self._obey(*self.pipe.recv()):
                     engine.close()
@@ -177,7 +179,11 @@ class Bench:
     def first(self) -> Any:
         """Until the first token of a long prompt: on one engine, and on two. Who comes first
         changes from turn to turn: a device that has rested is faster."""
-        kinds = [partial(self._alone, num_out=2), partial(self._alone, num_out=1), self._apart]
+        kinds: list[Callable[[int], dict[str, Any]]] = [
+            partial(self._alone, num_out=2),
+            partial(self._alone, num_out=1),
+            self._apart,
+        ]
         for turn in range(self.num_turns):
             row: dict[str, Any] = {"turn": turn}
             for each in kinds[turn % 3 :] + kinds[: turn % 3]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import rows
 import torch
@@ -94,7 +95,8 @@ def _run(model: str, num_bytes: float, seed: int) -> Row:
     gc.collect()
     torch.cuda.empty_cache()
     said, _ = planning.communicate()
-    return row | json.loads(said.splitlines()[-1])
+    planned: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return row | planned
 
 
 def _work(bench: Bench) -> Iterator[Row]:

@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import rows
@@ -43,7 +44,7 @@ from milepost.simulator.fleet import outcome
 
 VOCAB_SIZE = 151_936
 PARAMS = SamplingParams(max_tokens=1)
-LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
 RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
 FIRST = (RecurrentOperation(recurrence=RECURRENCE, conv_width=4),)
@@ -105,8 +106,8 @@ class Host:
         while self.scheduler.has_work:
             plan = timed("schedule", self.scheduler.schedule)
             self._launch(plan)
-            timed("prepare", lambda plan=plan: self.scheduler.prepare(plan))
-            timed("update", lambda plan=plan: self.scheduler.update(plan, outcome(plan)))
+            timed("prepare", partial(self.scheduler.prepare, plan))
+            timed("update", partial(self._update, plan))
         assert request.report is not None
         return request.report.reused
 
@@ -133,6 +134,9 @@ class Host:
         step, batch, new_pages = self._timed("arrays", build)
         self._timed("send", send)
         self._timed("rest", send_rest)
+
+    def _update(self, plan: StepPlan) -> None:
+        self.scheduler.update(plan, outcome(plan))
 
     def _timed(self, part: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()

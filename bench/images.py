@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
@@ -95,7 +95,10 @@ def theirs(shapes: TowerShapes) -> Qwen3_5VisionModel:
         intermediate_size=shapes.feed_forward_size,
         out_hidden_size=shapes.output_size,
     )
-    return Qwen3_5VisionModel(config).cuda().bfloat16().eval()
+    model = Qwen3_5VisionModel(config)
+    nn.Module.to(model, "cuda", torch.bfloat16)
+    model.eval()
+    return model
 
 
 def median_ms(call: Callable[[], object]) -> float:
@@ -110,7 +113,7 @@ def from_the_host(
     rows, grids = torch.from_numpy(image.rows).pin_memory(), (image.grid,)
 
     def launch() -> Tensor:
-        return tower(rows.to("cuda", non_blocking=True), table, grids)
+        return tower.forward(rows.to("cuda", non_blocking=True), table, grids)
 
     def replay() -> Tensor | None:
         return graphs.run(rows, grids, is_fixed=False)

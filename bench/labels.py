@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import rows
 import torch
@@ -67,7 +68,12 @@ def _run(
     model: str, arguments: argparse.Namespace, options: dict[str, object], *, is_on: bool
 ) -> dict[str, float]:
     begin = time.perf_counter()
-    settings = {"load_format": "dummy", "max_num_seqs": 128, "max_model_len": 4096, **options}
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_num_seqs": 128,
+        "max_model_len": 4096,
+        **options,
+    }
     llm = milepost.LLM(
         model,
         skip_tokenizer_init=True,

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from milepost import LLM, SamplingParams
 from milepost.kernels.layout.batch import Capacity
-from milepost.runner.device import DeviceExecutor
+from milepost.models.decoder import Decoder
 from milepost.runner.graphs import Graphs
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -99,28 +99,28 @@ def shortened(model: Path, num_layers: int, folder: Path) -> Path:
 def _measuring() -> Iterator[list[tuple[float, float, torch.Tensor]]]:
     """Inside, each step that is no graph is run twice, Triton's own way first, and adds to the
     list: seconds to launch, seconds in all, hidden states."""
-    forward, launch = DeviceExecutor._forward, JITFunction.run
+    forward, launch = Decoder.forward, JITFunction.run
     measured: list[tuple[float, float, torch.Tensor]] = []
 
     def ordinary(kernel: Any, *args: Any, **options: Any) -> Any:
         return launch(kernel, *args, **options)
 
-    def once(executor: Any, views: Any, **how: Any) -> torch.Tensor:
+    def once(model: Decoder, *given: Any) -> torch.Tensor:
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        hidden = forward(executor, views, **how)
+        hidden = forward(model, *given)
         launched = time.perf_counter()
         torch.cuda.synchronize()
         measured.append((launched - begun, time.perf_counter() - begun, hidden.clone()))
         return hidden
 
-    def both(executor: Any, views: Any, **how: Any) -> torch.Tensor:
+    def both(model: Decoder, *given: Any) -> torch.Tensor:
         with mock.patch.object(JITFunction, "run", ordinary):  # a launch that is replaced is heeded
-            once(executor, views, **how)
-        return once(executor, views, **how)
+            once(model, *given)
+        return once(model, *given)
 
     with (
-        mock.patch.object(DeviceExecutor, "_forward", both),
+        mock.patch.object(Decoder, "forward", both),
         mock.patch.object(Graphs, "find", return_value=None),
     ):
         yield measured
@@ -155,7 +155,7 @@ def _measure_graph(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def _measure_hits(llm: LLM, depths: list[int], repeats: int) -> list[dict[str, Any]]:
-    executor = llm.llm_engine.runner.executor
+    executor: Any = llm.llm_engine.runner.executor
     ways = {"two": (executor._graphs, executor._pieces)}
     whole, graphs = copy.copy(executor._pieces), Graphs()
     whole.num_first, graphs._last = 0, executor._graphs._last

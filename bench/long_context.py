@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import rows
 
@@ -54,7 +55,7 @@ def _open(model: Path, longest: int, seed: int, options: dict[str, object]) -> B
     with tempfile.TemporaryDirectory() as folder:
         raised = config | {"max_position_embeddings": max(limit, config["max_position_embeddings"])}
         (Path(folder) / "config.json").write_text(json.dumps(raised), encoding="utf-8")
-        given = {"max_num_seqs": 4, "max_model_len": limit, "seed": seed, **options}
+        given: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": limit, "seed": seed, **options}
         llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, **given)
     return Bench(llm, SamplingParams, config["vocab_size"], random.Random(seed))
 

@@ -207,7 +207,7 @@ def _again(found: dict[str, list[Row]]) -> float:
         statistics.median(row["seconds"] for row in _only(found, f"35B on {each}", turn="again"))
         for each in ("two", "one")
     )
-    return one / two
+    return float(one / two)
 
 
 def _turns(of: Callable[[Row], float]) -> Callable[..., float]:
@@ -224,7 +224,7 @@ def _gaps(found: dict[str, list[Row]]) -> float:
         statistics.median(row["p99_ms"] for row in _only(found, "apart", beside=each))
         for each in ("apart", "idle")
     )
-    return apart / idle
+    return float(apart / idle)
 
 
 FIGURES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
 from milepost.cache import Kind
 from milepost.cache.placement import PromptFacts, floor
@@ -69,30 +70,28 @@ def forks_and_ends(facts: PromptFacts, start: int, end: int) -> dict[int, Kind]:
     return dict(sorted(found.items()))
 
 
-PEERS: dict[str, CachePolicy | Pooled] = {
-    policy.name: policy
-    for policy in (
-        Pooled(
-            name="vllm-half",
-            about="vLLM's with states in half precision, as for Qwen3-Next on Hopper GPUs",
-            state_share=0.5,
-        ),
-        CachePolicy(name="ends", about="the prompt's end; LRU", placement=ends, score=UsedLru),
+_EVERY: tuple[CachePolicy | Pooled, ...] = (
+    Pooled(
+        name="vllm-half",
+        about="vLLM's with states in half precision, as for Qwen3-Next on Hopper GPUs",
+        state_share=0.5,
+    ),
+    CachePolicy(name="ends", about="the prompt's end; LRU", placement=ends, score=UsedLru),
+    CachePolicy(
+        name="forks-cap2",
+        about="forks and ends; LRU, at most 2 on a path",
+        placement=forks_and_ends,
+        score=lambda: Capped(2),
+    ),
+    *(
         CachePolicy(
-            name="forks-cap2",
-            about="forks and ends; LRU, at most 2 on a path",
+            name=f"efficiency-{weight:g}",
+            about=f"forks and ends; recency plus {weight:g} times the tokens saved per byte",
             placement=forks_and_ends,
-            score=lambda: Capped(2),
-        ),
-        *(
-            CachePolicy(
-                name=f"efficiency-{weight:g}",
-                about=f"forks and ends; recency plus {weight:g} times the tokens saved per byte",
-                placement=forks_and_ends,
-                score=lambda weight=weight: Efficiency(weight),
-            )
-            for weight in (0.25, 1.0, 4.0)
-        ),
-    )
-}
+            score=partial(Efficiency, weight),
+        )
+        for weight in (0.25, 1.0, 4.0)
+    ),
+)
+PEERS = {policy.name: policy for policy in _EVERY}
 ALL_POLICIES = POLICIES | PEERS

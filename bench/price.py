@@ -245,7 +245,8 @@ class Price:
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._rng = llm, random.Random(0)
-        self._executor: Any = llm.llm_engine.runner.executor
+        executor: Any = llm.llm_engine.runner.executor
+        self._executor = executor
         self._whole: Graphs = self._executor._graphs
         forms = {type(getattr(each, "form", None)) for each in self._executor.model.modules()}
         self.form = "fp8" if Fp8 in forms else "int4" if Int4 in forms else "raw"

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import rows
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -52,7 +51,10 @@ def main() -> int:
     )
     rng = random.Random(0)
     vocab = llm.llm_engine.limits.vocab_size
-    tokens = lambda num: rng.choices(range(10, vocab), k=num)  # noqa: E731
+
+    def tokens(num: int) -> list[int]:
+        return rng.choices(range(10, vocab), k=num)
+
     shared = tokens(1900)
     for _ in range(3):
         _ask(llm, [[*shared, *tokens(64)]], 1)
@@ -87,7 +89,7 @@ def _steps(llm: LLM, prompts: list[list[int]], num_steps: int) -> tuple[Any, int
     """Profile decode steps in mid-answer."""
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
-    streams = [llm.stream({"prompt_token_ids": prompt}, params) for prompt in prompts]
+    streams: list[Any] = [llm.stream({"prompt_token_ids": prompt}, params) for prompt in prompts]
     for stream in streams:
         next(stream)
     for _ in range(10):
@@ -120,7 +122,7 @@ def _measure(title: str, top: int, run: Any) -> dict[str, Any]:
     waits: Counter[str] = Counter()
     launched = []
     for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             name = event.name.split("(")[0].split("<")[0][-60:]
             launched.append((event.time_range.end, event.time_range.start, name))
         elif _is_wait(event.name):

@@ -32,7 +32,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from milepost.ray import CostRouter, routed
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import EngineLimits, Fleet, Shape
-from milepost.simulator.policies import POLICIES
+from milepost.simulator.policies import POLICIES, CachePolicy
 from milepost.simulator.trace import read_trace
 
 PAGE = 64
@@ -168,7 +168,7 @@ async def killing(load: Load, after_s: float) -> int:
 def simulated(told: list[list[Turn]], routing: str) -> float:
     """The hit rate of two engines with the same memory."""
     ids: dict[tuple[int, ...], int] = {}
-    lines = []
+    lines: list[dict[str, Any]] = []
     for turn in range(len(told[0])):
         for number, turns in enumerate(told):
             prompt, think_s = turns[turn]
@@ -193,6 +193,7 @@ def simulated(told: list[list[Turn]], routing: str) -> float:
         path.write_text("\n".join(map(json.dumps, lines)))
         trace = read_trace(path, block_size=PAGE)
     policy = POLICIES["auto-split"]
+    assert isinstance(policy, CachePolicy), "its pages and slots are given"
     sizes = {"num_pages": MEMORY["num_pages"], "num_slots": MEMORY["num_slots"]}
     fleet = Fleet(
         trace,

@@ -118,9 +118,10 @@ def _compare(llm: LLM, lengths: list[int]) -> dict[str, Any]:
         sizes[len(hidden)] += 1
         # Nothing is said of padding, nor of ends behind which nothing is sampled.
         ends = how.get("ends", False)
-        num_real = int(ctx.step.num_sampled if ends else ctx.num_real)
+        num_real: Any = ctx.step.num_sampled if ends else ctx.num_real
+        count = int(num_real)
         pairs = zip(expected, found, strict=True)
-        same = [torch.equal(*(each[:num_real] for each in pair)) for pair in pairs]
+        same = [torch.equal(*(each[:count] for each in pair)) for pair in pairs]
         differing.extend([sum(sizes.values())] * (not all(same)))
         return found
 
@@ -143,7 +144,8 @@ def _states(ctx: Context, numbers: tuple[int, ...]) -> list[tuple[Tensor, Tensor
 
 def _measure(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
     """In graphs where there is one for so many."""
-    executor, rng = llm.llm_engine.runner.executor, random.Random(num_tokens)
+    executor: Any = llm.llm_engine.runner.executor
+    rng = random.Random(num_tokens)
     ours, theirs = executor._graphs, Graphs()
     theirs._last = ours._last
     captured = [each for each in ours._graphs if not each.decodes and each.num_tokens == num_tokens]

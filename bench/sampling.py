@@ -28,7 +28,7 @@ import torch
 
 from milepost import LLM, SamplingParams
 from milepost.models.folder import EMBEDDED_MODEL
-from milepost.sampling_params import StructuredOutputs
+from milepost.structured_outputs import StructuredOutputs
 
 Row = dict[str, Any]
 

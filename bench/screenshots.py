@@ -17,7 +17,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def whole_config(model: Path) -> dict[str, Any]:
 
 
 def _converse(
-    llm: Any, num_turns: int, size: Sequence[int], random_: random.Random
+    llm: Any, num_turns: int, size: tuple[int, int], random_: random.Random
 ) -> list[dict[str, Any]]:
     """Plays one agent; returns a row a turn."""
     from milepost import SamplingParams
@@ -132,14 +131,14 @@ def text_of(random_: random.Random, num: int) -> list[int]:
     return [random_.randrange(10, 50_000) for _ in range(num)]
 
 
-def screenshot(size: Sequence[int], random_: random.Random) -> bytes:
+def screenshot(size: tuple[int, int], random_: random.Random) -> bytes:
     """Returns a PNG of flat rectangles."""
     from PIL import Image
 
     made = np.random.default_rng(random_.randrange(2**32))
     pixels = made.integers(0, 256, (27, 48, 3), dtype=np.uint8)
     file = BytesIO()
-    Image.fromarray(pixels).resize(tuple(size), Image.Resampling.NEAREST).save(file, "PNG")
+    Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
 
 

@@ -31,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.server.bombs import BODIES, RAW
 
 OTHER = {"prompt": "The method str.split", "max_tokens": 200, "temperature": 0, "stream": True}
-FLAGS = ("--cpu-cache-gib", "0.5", "--max-num-seqs", "16", "--head-timeout-s", "2")
-FLAGS += ("--body-timeout-s", "2", "--grammar-timeout-s", "1")
+FLAGS = (
+    *("--cpu-cache-gib", "0.5", "--max-num-seqs", "16", "--head-timeout-s", "2"),
+    *("--body-timeout-s", "2", "--grammar-timeout-s", "1"),
+)
 
 
 async def stream(http: aiohttp.ClientSession, url: str, gaps: list[float]) -> None:

@@ -79,7 +79,7 @@ def main() -> int:
             _run(load, 8)
         for num_clients in arguments.clients:
             rates = defaultdict(list)
-            firsts = defaultdict(list)
+            firsts: dict[str, list[float]] = defaultdict(list)
             for _ in range(arguments.rounds):
                 for name, load in loads.items():
                     seen = _run(load, num_clients)

@@ -34,8 +34,10 @@ from tests import pictured_chat
 from tests.images.pictures import FORMATS, damaged, encoded, picture
 from tests.images.test_hostile_files import BOMBS
 
-FLAGS = ("--cpu-cache-gib", "0.2", "--max-num-seqs", "8", "--served-model-name", "tiny")
-FLAGS += ("--allowed-media-domains", "localhost", "--max-request-bytes", str(2**25))
+FLAGS = (
+    *("--cpu-cache-gib", "0.2", "--max-num-seqs", "8", "--served-model-name", "tiny"),
+    *("--allowed-media-domains", "localhost", "--max-request-bytes", str(2**25)),
+)
 EVERY_S = 0.02
 
 
@@ -92,7 +94,9 @@ async def send(
 
 
 async def measure(url: str, make: Any, count: int, beside: int) -> dict[str, Any]:
-    visitors, seconds, statuses = [], [], Counter[int]()
+    visitors: list[int] = []
+    seconds: list[float] = []
+    statuses = Counter[int]()
     silent = await asyncio.start_server(lambda *_: visitors.append(1), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     # All are made before any is sent, and one iterator serves all senders.

@@ -20,6 +20,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +37,7 @@ ENGINE: dict[str, Any] = {"max_num_seqs": 64, "cpu_cache_gib": 1.0}
 FLAGS = ("--max-num-seqs", "64", "--cpu-cache-gib", "1.0")
 
 
-def conversations(count: int) -> list[list[dict[str, str]]]:
+def conversations(count: int) -> list[list[Mapping[str, Any]]]:
     rng = random.Random(0)
     systems = [words(rng, 120) for _ in range(4)]
     return [
@@ -92,7 +93,7 @@ async def all_at_once(url: str, asked: list[Any], max_tokens: int) -> tuple[list
 
     async def exchange(sent: bytes) -> Exchange:
         _, own = await loop.create_connection(
-            lambda: Exchange(sent), address.hostname, address.port
+            lambda: Exchange(sent), address.hostname or "", address.port or 80
         )
         await own.is_over
         return own

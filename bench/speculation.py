@@ -158,7 +158,8 @@ def _timed(llm: LLM, run: Run, turn: int) -> tuple[list[list[int]], float, float
 
 
 def embedded(**options: Any) -> LLM:
-    return LLM(**{"device": "cpu", "cpu_cache_gib": 0.25, "dtype": "float32"} | options)
+    given: dict[str, Any] = {"device": "cpu", "cpu_cache_gib": 0.25, "dtype": "float32"}
+    return LLM(**given | options)
 
 
 def loop(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -220,7 +221,9 @@ def long(arguments: argparse.Namespace) -> Iterator[Row]:
 
     for dtype in arguments.dtypes:
         expected = ask(embedded(dtype=dtype, **options), most)
-        known = {tuple(p): a for p, a in zip(prompts, expected, strict=True)}
+        known: dict[tuple[int, ...], Sequence[int]] = {
+            tuple(p): a for p, a in zip(prompts, expected, strict=True)
+        }
         for method in arguments.methods:
             fields = speculating(3, **LONG[method], adaptive=False)
             llm = embedded(dtype=dtype, **options, **fields)

@@ -22,8 +22,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import rows
 
@@ -34,11 +36,17 @@ from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.holdings import MeasuredRates
 
 LONG = 31_700
+T = TypeVar("T")
 
 
 def _tiering(llm: LLM) -> Tiering:
     (found,) = [part for part in llm.llm_engine.off_device if isinstance(part, Tiering)]
     return found
+
+
+def nothing(answer: T, *_: object) -> T:
+    """Takes the place of what is not to be done."""
+    return answer
 
 
 class Bench:
@@ -57,12 +65,10 @@ class Bench:
         """Seconds until the answers are there; what goes down behind them is not waited for."""
         given = [{"prompt_token_ids": each} for each in prompts]
         params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
-        engine = self.llm.llm_engine
-        flush, engine.flush = engine.flush, lambda: None
-        start = time.perf_counter()
-        outputs = self.llm.generate(given, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        engine.flush = flush
+        with mock.patch.object(self.llm.llm_engine, "flush", partial(nothing, None)):
+            start = time.perf_counter()
+            outputs = self.llm.generate(given, params, use_tqdm=False)
+            seconds = time.perf_counter() - start
         return seconds, outputs
 
     def forget_device(self) -> None:
@@ -80,13 +86,12 @@ class Bench:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing goes down and nothing comes up."""
-        tiers = self.tiers
-        tiers.offer = lambda *_: Offer(source=tiers.name)
-        tiers.note = lambda _: None
-        try:
+        offer = Offer(source=self.tiers.name)
+        with (
+            mock.patch.object(self.tiers, "offer", partial(nothing, offer)),
+            mock.patch.object(self.tiers, "note", partial(nothing, None)),
+        ):
             yield
-        finally:
-            del tiers.offer, tiers.note
 
 
 def long(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -149,7 +154,9 @@ def agents(bench: Bench, num: int = 64, length: int = 6000) -> Iterator[dict[str
 def disk(bench: Bench) -> Iterator[dict[str, Any]]:
     """One prompt of 31,700 tokens from disk, beside a plain read of the same files, as many at a
     time: first with nothing of them in the system's cache, then with all."""
-    folder = Path(bench.llm.llm_engine.config.cache_dir)
+    cache_dir = bench.llm.llm_engine.config.cache_dir
+    assert cache_dir is not None, "the disk's tier has a folder"
+    folder = Path(cache_dir)
     prompt = bench.tokens(LONG)
     bench.ask([prompt], 1)
     start = time.perf_counter()
@@ -158,7 +165,7 @@ def disk(bench: Bench) -> Iterator[dict[str, Any]]:
     size = sum(path.stat().st_size for path in files)
     yield {"files": len(files), "gb": size / 1e9, "written_s": time.perf_counter() - start}
     for turn in ("cold", "cold", "cached", "cached"):
-        taken = {}
+        taken: dict[str, float] = {}
         for name in ("read", "load"):
             bench.forget_host()
             bench.tiers.rates = MeasuredRates(disk_bytes_per_s=1e12)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +202,17 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
+def _around(table: str, place: re.Match[str]) -> str:
+    return f"{place[1]}{table}\n{place[2]}"
+
+
 def filled(page: str) -> str:
     """Returns a page as it should be."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in TABLES[page].items():
         place = re.compile(PLACE.format(re.escape(name)), re.DOTALL)
         table = make()
-        text, count = place.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+        text, count = place.subn(partial(_around, table), text)
         assert count == 1, f"{page} has {count} places for {name}"
     return text
 

@@ -23,7 +23,7 @@ from bench.kernels.timing import Row, parse, report, time_us
 
 from milepost.kernels import products
 from milepost.kernels.platform.device import hopper_kernels
-from milepost.kernels.products import Epilogue, Raw, mix, multiply
+from milepost.kernels.products import Epilogue, Raw, mix, multiply, multiply_beside
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, Fp8, Int4, Int8, Quantised
 
 TOKENS = (1, 16, 64, 512, 8192)
@@ -110,10 +110,7 @@ def bench_gates(num_inputs: int, num_outputs: int) -> Iterator[Row]:
             "form": "fp8",
             "tokens": num_tokens,
             "median_us": time_us(
-                [
-                    partial(multiply, hidden, weight, into=output, beside=raw)
-                    for weight, raw in weights
-                ]
+                [partial(multiply_beside, hidden, *pair, output) for pair in weights]
             ),
             "apart_us": time_us([partial(multiply_apart, *each) for each in weights]),
             "bytes": bytes_of(weights[0][0])
