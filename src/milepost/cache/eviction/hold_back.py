@@ -31,8 +31,7 @@ class Likely:
     num_slots: int = 0
     num_tokens: int = 0
     num_running: int = 0
-    """Tokens of the paths that running requests continue and that are likely to be continued
-    again."""
+    """Tokens of paths that running requests continue, if others are likely to continue them too."""
     counted: dict[Checkpoint, int] = field(default_factory=dict)
     """Checkpoints whose pages are not in use -> tokens since the next shallower checkpoint."""
 

@@ -196,8 +196,8 @@ class Score:
         return bool(checkpoint.reservations) or self._returns(checkpoint.end, within) > EVEN_ODDS
 
     def is_expected_by_evidence(self, checkpoint: Checkpoint, within: int) -> bool:
-        """Whether a path is likely to be returned to if only returns that were seen count, and
-        none that the prior assumes."""
+        """Whether a path is likely to be returned to by the returns seen so far, without those of
+        the prior."""
         evidence = self._ends.rates.evidence(checkpoint.end.num_returns)
         return self._returns(checkpoint.end, within) * evidence > EVEN_ODDS
 
