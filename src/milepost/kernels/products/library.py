@@ -129,7 +129,7 @@ def unpack(weight: FourBits, dtype: torch.dtype) -> Tensor:
     output = torch.empty(*weight.packed.shape[:-1], num_inputs, dtype=dtype, device=device)
     num_rows, chip = output.numel() // num_inputs, probe(device)
     shape = ProductShape.of(weight, chip, block_n=_BLOCK_N, block_k=BLOCK)
-    _unpack_kernel[(cdiv(num_rows, _BLOCK_N), num_inputs // shape.block_k)](
+    _unpack_kernel[(cdiv(num_rows, _BLOCK_N) * (num_inputs // shape.block_k),)](
         WeightTensors.of(weight, chip),
         output,
         SHAPE=shape._replace(outputs=num_rows),
@@ -156,9 +156,11 @@ def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
     wait_for_inputs()
     LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
     TYPE: tl.constexpr = output.dtype.element_ty
-    o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
+    # Neighbours follow each other along the inputs, so memory is written a row at a time.
+    STEPS: tl.constexpr = SHAPE.inputs // SHAPE.block_k
+    o_n = tl.program_id(0) // STEPS * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
     row = (o_n % SHAPE.outputs).to(tl.int64)
-    i_k = tl.program_id(1) * SHAPE.block_k
+    i_k = tl.program_id(0) % STEPS * SHAPE.block_k
     o_x, o_w = columns(SHAPE)
     p_row = find_row(weight, 0, row, SHAPE)
     b_w = tl.load(p_row[0][:, None] + i_k // 2 + o_w[None, :])
