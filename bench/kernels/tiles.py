@@ -6,8 +6,8 @@
 The experts of the 35B-A3B shape (256 and a shared one, 8 chosen at random) or of Ling's, each
 projection alone, and dense products of that shape and the 9B's. Tiles are written rows x outputs,
 perhaps x inputs, warps, stages, and "u" where four bits are scaled before they are multiplied with
-rows on the left, "s" where rows are on the right; "1 x outputs x inputs, warps" is row by row, with
-"a" where all weights are loaded before the first are multiplied;
+rows on the left, "s" where rows are on the right, and perhaps the steps of a round; "1 x outputs x
+inputs, warps" is row by row, with "a" where all weights are loaded before the first are multiplied;
 "chosen" are those that the tables choose, in whole layers of experts with grouping and beside
 Hopper's kernels. Experts of few tokens are not grouped. The floor is the time to read what is
 touched.
@@ -245,6 +245,8 @@ def parse(name: str) -> Tiles:
     """Returns the tiles that are written so."""
     sizes, num_warps, num_stages, *how = name.split(",")
     block_m, block_n, *block_k = map(int, sizes.split("x"))
+    steps = [int(each) for each in how if each.isdecimal()]
+    how = [each for each in how if not each.isdecimal()]
     return Tiles(
         block_m=block_m,
         block_n=block_n,
@@ -253,6 +255,7 @@ def parse(name: str) -> Tiles:
         num_stages=int(num_stages),
         is_swapped=how != ["u"],
         scales_first=bool(how),
+        steps=steps[0] if steps else 1,
     )
 
 

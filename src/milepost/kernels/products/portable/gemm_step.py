@@ -112,10 +112,11 @@ def multiply_quantised(
     row_scale = load_row_scale(p_row_scale, stride, first, SHAPE)
     if weight.input_scales is not None:
         row_scale = tl.load(weight.input_scales + expert)
-    stop = SHAPE.inputs
-    if SHAPE.split_k > 1:
-        stop = tl.minimum(first + STEPS * BLOCK_K, stop)
-    for i_k in range(first, stop, BLOCK_K):
+    stop = STEPS * BLOCK_K
+    if SHAPE.inputs % (SHAPE.split_k * BLOCK_K):
+        stop = tl.minimum(stop, SHAPE.inputs - first)
+    for i_step in tl.range(0, stop, BLOCK_K, loop_unroll_factor=SHAPE.steps):
+        i_k = first + i_step
         next_up_scales = load_scales(up, i_k + BLOCK_K, SHAPE)
         next_row_scale = row_scale
         if weight.input_scales is None:

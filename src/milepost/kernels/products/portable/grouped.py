@@ -101,6 +101,7 @@ def project(
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_k=tiles.block_k,
+        steps=tiles.steps,
         is_swapped=tiles.is_swapped,
         scales_first=tiles.scales_first,
         is_rounded=scales is not None,

@@ -3,8 +3,6 @@ Needs no Triton.
 
 The time of few rows is that of reading the weight once. A weight with few outputs is also cut along
 its inputs, so that every SM reads some of it.
-
-Legend: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -42,6 +40,8 @@ class Tiles:
     scales_first: bool = False
     """Whether Int4 weights are scaled before they are multiplied, instead of their groups' sums:
     with many rows there are more sums than weights."""
+    steps: int = 1
+    """Steps of the loop that share barriers, and whose weights are loaded together."""
 
     def fitted(self, chip: Chip, *, num_weights: int = 1, num_bytes: int = 2) -> Tiles:
         """Returns tiles with as many stages as the chip has room for in types of `num_bytes`; a
@@ -152,7 +152,8 @@ _SPLIT_OUTPUTS = 4096
 """Most outputs of four-bit weights that are multiplied with split-K."""
 _WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
-"""Tiles of both projections of experts with few rows."""
+_FEW_INT4, _FEW_FP4 = (replace(_tiles(8, 64, 4, stages), steps=2) for stages in (3, 2))
+"""Tiles of both projections of experts with few rows, and of first ones with longer rounds."""
 _MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, _tiles(16, 64, 2), _tiles(8, 64, 4)
 """Fewest outputs for which nine to sixteen rows of Int4 get narrow tiles: one tile of all rows,
 whose weights are unpacked once, or two where groups are so small that weights are scaled first."""
@@ -185,8 +186,9 @@ def choose_experts(rows_each: float, weight: Matrix, chip: Chip) -> tuple[Tiles,
         return _THIRTY_TWO, _THIRTY_TWO
     if not _most_in_eights(weight, chip):
         return replace(_SIXTEEN, block_n=64, num_warps=4), _SIXTEEN
-    has_pieces = weight.form is Int4 and weight.group < FP4_LANE
-    return (_FEW_EXPERT[0],) * 2 if has_pieces else _FEW_EXPERT
+    if weight.form is Int4 and weight.group < FP4_LANE:
+        return (_FEW_EXPERT[0],) * 2
+    return _FEW_INT4 if weight.form is Int4 else _FEW_FP4, _FEW_EXPERT[1]
 
 
 def _most_in_eights(weight: Matrix, chip: Chip) -> int:

@@ -60,6 +60,8 @@ class ProductShape(NamedTuple):
     block_n: int
     block_k: int
     block_m: int = 1
+    steps: int = 1
+    """See `Tiles`."""
     split_k: int = 1
     top_k: int = 1
     """Routed tokens that share a row of inputs."""
