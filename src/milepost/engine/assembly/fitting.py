@@ -22,7 +22,8 @@ from milepost.engine.assembly.images import token_bytes_of, with_encoder_cache
 from milepost.engine.assembly.sizing import pool_shape, sizes_of
 from milepost.errors import KernelError
 from milepost.images import ImageSettings
-from milepost.kernels.platform.device import describe, probe, why_reference
+from milepost.kernels.attention.table import MOST_CAPTURED_TOKENS, most_copied
+from milepost.kernels.platform.device import Chip, describe, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.decoder import Decoder
 from milepost.models.room import available_bytes
@@ -48,6 +49,8 @@ _LEAST_TOKENS, _MOST_TOKENS = 2048, 8192
 """Bounds of a step's token budget, if none is set."""
 _LEAST_SEQS = 8
 """Number of sequences that steps are made for at least."""
+_KEY_AND_VALUE = 2
+"""Rows of a token in pages that are no latents and have no index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ def _steps_of(
         "num_drafts": shape.num_drafts,
     }
     model, most_launched = part.model, 0
-    if shape.dtype_of_kv != FP8:  # or a graph would hold as many pages in 16 bits as there may be
+    if not copies_pages(shape, probe(device)):
         most_launched = part.ranks.least(most_launched_tokens(model, probe(device)))
     return FirstSteps(
         largest=largest_step(**limits),
@@ -187,6 +190,17 @@ def _steps_of(
             model.num_positions,
             _most_tokens(config, shape, room),
         ),
+    )
+
+
+def copies_pages(shape: PoolShape, chip: Chip) -> bool:
+    """Returns whether steps of many tokens copy FP8 pages to 16 bits: a graph of such a step would
+    hold as many as there may be."""
+    most, page_size = MOST_CAPTURED_TOKENS, shape.page_size
+    return shape.dtype_of_kv == FP8 and any(
+        spec.rows_each != _KEY_AND_VALUE
+        or most_copied(spec.num_kv_heads, spec.head_dim, page_size, most, chip) > 0
+        for spec in shape.attention
     )
 
 
