@@ -168,7 +168,7 @@ def _uncaptured(largest: Capacity, captured: Sequence[Capacity]) -> Iterator[Cap
     yield replace(largest, num_sequences=1, num_drafts=0)
 
 
-_LAUNCH_S = 0.7e-3
+_LAUNCH_S = 0.85e-3
 """Time to launch a layer: 0.4 to 1.5 ms on the measured hosts."""
 _FLOPS = ((9, 0), 4e12), ((8, 0), 1.5e12), ((0, 0), 2e12)
 """FLOPS of one SM in a whole 16-bit prefill, by lowest compute capability. The last row is for AMD.
