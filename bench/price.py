@@ -135,7 +135,9 @@ KERNELS: dict[str, Kernel] = {
         forms=("fp8", "int4"), steps=ONE, without=lambda: PRODUCTS.without(_ROW, _RING)
     ),
     "ring": Kernel(forms=("fp8",), steps=ONE, without=_without(_RING)),
-    "linear_hopper": Kernel(forms=FORMS, steps=FEW, without=_without("products.hopper.small_m")),
+    "linear_hopper": Kernel(
+        forms=FORMS, steps=FEW, without=_without("products.hopper.raw_small_m")
+    ),
     "beside": Kernel(forms=("fp8",), steps=FEW, without=_no_beside),
     "hopper_rows": Kernel(
         forms=("fp8",), steps=FEW, without=_without("products.hopper.fp8_small_m")

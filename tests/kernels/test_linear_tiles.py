@@ -66,6 +66,20 @@ def test_many_rows_are_torchs_where_sums_are_whole(num_rows):
         assert kernel(SumOrder.FIXED, **more).name == "raw gemm"
 
 
+@pytest.mark.parametrize("num_rows", [1, 17, 64])
+@pytest.mark.parametrize("num_inputs", [2048, 2112, 4096, 12288])
+@pytest.mark.parametrize("num_outputs", [264, 2048, 4096, 12352, 151_936])
+def test_whole_sums_of_few_rows_have_whole_steps_and_room(num_outputs, num_inputs, num_rows):
+    sizes = {"num_outputs": num_outputs, "num_inputs": num_inputs}
+    weight = Matrix(form=Raw, order=SumOrder.FIXED, **sizes)
+    found = tiles.cut_raw(Product(weight=weight, num_rows=num_rows), H200)
+    step = found.lines * tiles.RAW_BLOCK_K
+    assert num_inputs % step == 0
+    assert found.lines == (2 if found.block_n <= 64 and num_inputs % 128 == 0 else 1)
+    assert found.num_stages >= 3, "one is multiplied, one is released, others are on their way"
+    assert 2 * (found.mma_m + found.block_m) * step * found.num_stages <= H200.shared_bytes
+
+
 @pytest.mark.parametrize("num_outputs", [64, 576, 2560, 12288, 24576])
 @pytest.mark.parametrize("num_inputs", [128, 384, 768, 2048, 2560, 2688, 4096, 12288])
 def test_a_warp_has_a_piece_of_four_bits_for_each_thread(num_inputs, num_outputs):
@@ -90,5 +104,10 @@ def test_each_group_of_warps_multiplies_whole_mmas_of_fp8(
     sizes = {"num_outputs": num_outputs, "num_inputs": 4096, "rows": BLOCK, "depth": BLOCK}
     weight = Matrix(form=Fp8, **sizes, order=order)
     found = tiles.cut_fp8(Product(weight=weight, num_rows=num_rows), H200)
+    half = found.mma_n // 2
+    parts = (half, found.block_n - half) if found.block_n > half else (found.block_n // 2,) * 2
+    assert sum(parts) == found.block_n
+    is_full = found.block_n == found.mma_n
+    assert found.box == found.block_n if is_full else all(part % found.box == 0 for part in parts)
     assert not found.is_swapped or found.mma_n // 2 % tiles.MMA_M == 0
     assert found.split_k == 1

@@ -150,7 +150,7 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
-    row("raw small_m, Hopper", "products.hopper.small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
+    row("raw small_m, Hopper", "products.hopper.raw_small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
         rows=RowRange(most=_MANY_ROWS), epilogues=_PLAIN, cut=hopper.cut_raw,
         serves=SumOrder.FIXED, **_HOPPER_FEW),
     row("torch's GEMM, sums whole", "products.library", _RAW, "64 seq", _TMA, _WHOLE, _COMPARED,

@@ -18,7 +18,7 @@ _NARROWEST = 8
 
 
 RAW_BLOCK_K = 64
-"""Inputs of a step: 128 bytes, the widest rows that TMA swizzles."""
+"""Inputs of a line of a step: 128 bytes, the widest rows that TMA swizzles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class RawTiles:
     """Steps that are in flight."""
     max_warps: int
     """Warps that multiply."""
+    lines: int = 1
+    """Lines of inputs of a step. With more, few rows wait less often for barriers."""
     programs: int = 1
     """Programs that share an SM."""
     split_k: int = 1
@@ -50,8 +52,11 @@ class RawTiles:
 _RAW_STAGES = {16: (12, 10, 8, 0), 32: (11, 8, 6, 10), 64: (9, 12, 12, 10)}
 """Stages by the tokens of a tile: for many outputs; for many inputs and few outputs; for some of
 both; for some inputs and few outputs, 0 where other kernels are as fast."""
-_WHOLE_STAGES = {rows: min(stages[:2]) for rows, stages in _RAW_STAGES.items()}
-"""Stages where sums are not cut into parts."""
+_WHOLE_STAGES, _NARROW_STAGES = {16: 10, 32: 8, 64: 9}, {16: 10, 32: 9, 64: 6}
+"""Stages where sums are not cut into parts, and those of two lines."""
+_NARROW, _LEAST_WHOLE_N = 64, 32
+"""Outputs of a tile up to which memory is faster than a step's barriers, so that steps have two
+lines; and those at least of a tile whose weight has enough for 64 of these."""
 _FEW, _SOME, _MANY = range(1 << 11, 1 << 12), range(1 << 12, 1 << 13), range(1 << 13, 1 << 15)
 """Ranges of outputs, or inputs, whose GEMMs gain. With more outputs it does not matter when they
 begin; with fewer of both, the portable kernel is as fast."""
@@ -101,11 +106,16 @@ def _cut_whole(product: Product, chip: Chip) -> RawTiles | None:
     block_m = next((rows for rows in _WHOLE_STAGES if product.num_rows <= rows), 0)
     if not block_m or weight.num_inputs % RAW_BLOCK_K:
         return None
+    block_n = _spread(weight.num_outputs, chip.num_sms, 128)
+    if weight.num_outputs >= 64 * _LEAST_WHOLE_N:
+        block_n = max(block_n, _LEAST_WHOLE_N)
+    is_narrow = block_n <= _NARROW and weight.num_inputs % (2 * RAW_BLOCK_K) == 0
     return RawTiles(
         block_m=block_m,
-        block_n=_spread(weight.num_outputs, chip.num_sms, 128),
-        num_stages=_WHOLE_STAGES[block_m],
+        block_n=block_n,
+        num_stages=(_NARROW_STAGES if is_narrow else _WHOLE_STAGES)[block_m],
         max_warps=4 if block_m == 16 else 8,
+        lines=2 if is_narrow else 1,
     )
 
 
@@ -123,9 +133,8 @@ would read too much of them from shared memory."""
 _WIDE_N, _SOME_N, _FEW_N = 128, 64, 32
 """Outputs of a program, wide to narrow: products with few outputs need narrow ones to keep SMs
 busy."""
-_LEAST_FP8_N = 96
-"""Outputs of an FP8 tile of weights that are not split, at least: half of those that are multiplied
-at a time are rows of an MMA, which has 64."""
+_LEAST_FP8_N = {16: 16, 32: 96, 64: 16}
+"""Outputs of an FP8 tile of weights that are not split, at least, by its number of rows."""
 _LEAST_SHARE = 4 * BLOCK
 """Inputs of a program, at least: Triton 3.6 fails at a loop of a single step."""
 
@@ -145,8 +154,14 @@ class Fp8Tiles:
 
     @property
     def mma_n(self) -> int:
-        """Outputs that are multiplied at a time; the tile's come first."""
-        return max(64, next_power_of_2(self.block_n))
+        """Outputs that are multiplied at a time, half of them by each group of warps."""
+        return 2 * MMA_M if self.is_swapped else max(64, next_power_of_2(self.block_n))
+
+    @property
+    def box(self) -> int:
+        """Rows of weights that TMA copies at a time."""
+        part = self.block_n if self.block_n > self.mma_n // 2 else self.block_n // 2
+        return part & -part
 
     @property
     def num_stages(self) -> int:
@@ -164,7 +179,7 @@ def cut_fp8(product: Product, chip: Chip) -> Fp8Tiles | None:
     if num_outputs > chip.num_sms * 64 or product.is_whole:
         block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
         if product.is_whole:
-            block_n = max(block_n, _LEAST_FP8_N)
+            block_n = max(cdiv(block_n, 16) * 16, _LEAST_FP8_N[block_m])
         return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
     split_k, units = 1, cdiv(num_outputs, _WIDE_N)
     while 2 * units * split_k <= chip.num_sms and num_inputs % (4 * split_k * BLOCK) == 0:
