@@ -4,6 +4,7 @@ transformers makes of pictures for them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from tokenizers import AddedToken
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from milepost.images import ImageSettings, PreparedImage
@@ -40,6 +43,14 @@ PROCESSOR: dict[str, Any] = {
     "min_num_patches": 16,
     "max_num_patches": 96,
     "max_model_len": 16384,
+    "norm_mean": list(SETTINGS.mean),
+    "norm_std": list(SETTINGS.std),
+}
+VIDEO_SETTINGS = replace(SETTINGS, temporal_patch_size=2, frame_patches=24)
+VIDEO_PROCESSOR = {
+    "video_processor_type": "NemotronH_Omni_Reasoning_V3VideoProcessor",
+    "patch_size": SIDE,
+    "video_target_num_patches": 24,
     "norm_mean": list(SETTINGS.mean),
     "norm_std": list(SETTINGS.std),
 }
@@ -91,6 +102,7 @@ def save(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Pr
     model = build(dtype, **options)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_PROCESSOR))
     return model
 
 
@@ -135,3 +147,19 @@ def save_chat(folder: Path, dtype: torch.dtype = torch.float64) -> Path:
     save(folder, dtype, image=image, vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def frames(count: int, size: tuple[int, int] = (31, 47)) -> list[Image.Image]:
+    """Returns the frames of a video."""
+    return [picture(*size, seed) for seed in range(count)]
+
+
+def pixel_values_videos(shown: list[Image.Image], size: tuple[int, int]) -> Tensor:
+    """Returns the values of frames as transformers' processor makes them, by torch's resizing."""
+    pixels = torch.stack([torch.from_numpy(np.array(each)) for each in shown])
+    values = pixels.permute(0, 3, 1, 2).float()
+    values = functional.interpolate(
+        values, size=size, mode="bicubic", align_corners=False, antialias=True
+    )
+    mean, std = (torch.tensor(each)[:, None, None] for each in (SETTINGS.mean, SETTINGS.std))
+    return (values / 255 - mean) / std

@@ -3,6 +3,8 @@ and hits that change no answer."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -108,13 +110,64 @@ def test_low_detail_and_own_limits_make_fewer_tokens(llm, folder):
     assert chat(llm, "a", low).cache_report.image_tokens <= 256
 
 
-def test_videos_are_refused_by_name(llm):
-    video = {
-        "type": "video",
-        "video": {"frames": [picture(16, 24, seed) for seed in (1, 2)], "fps": 1},
-    }
-    with pytest.raises(InvalidRequestError, match="1 video: this model is served without videos"):
-        chat(llm, video)
+def video(shown, fps=2):
+    return {"type": "video", "video": {"frames": list(shown), "fps": fps}}
+
+
+def test_a_video_is_pairs_of_frames_with_their_times(llm, cold):
+    shown = floating.frames(6)
+    output = chat(llm, "see", video(shown[:5]), "now")
+    text = llm.get_tokenizer().decode(output.prompt_token_ids)
+    mark, start, end = floating.TEXTS
+    tokens = start + mark * 6 + end
+    wanted = (
+        f"Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: {tokens}\n"
+        f"Frame 3 sampled at 1.00 seconds and frame 4 sampled at 1.50 seconds: {tokens}\n"
+        f"Frame 5 sampled at 2.00 seconds: {tokens}"
+    )
+    assert wanted in text
+    assert output.cache_report.image_tokens == 3 * 6
+    longer = chat(llm, "see", video(shown), "now")
+    assert longer.cache_report.images_reused
+    turned = chat(llm, "see", video(shown[4::-1]), "now")
+    assert turned.cache_report.images_reused == 0
+    for parts, found in (((shown[:5],), output), ((shown,), longer), ((shown[4::-1],), turned)):
+        assert found.outputs[0].token_ids == answer_of(cold, "see", video(*parts), "now")
+    assert output.outputs[0].token_ids != turned.outputs[0].token_ids
+
+
+def test_hits_beside_images_and_videos_equal_cold_runs(llm, cold):
+    """A still image and a pair of frames have the same token."""
+    shown = floating.frames(4)
+    for parts in (
+        (image(SIZE), "then", video(shown)),
+        (video(shown), "then", image(SIZE)),
+        (image(SIZE), "then", video(shown), "and", image(SIZE, 1), video(shown[2:])),
+    ):
+        for last in ("a question", "another one"):
+            found = chat(llm, *parts, last)
+            assert found.outputs[0].token_ids == answer_of(cold, *parts, last)
+        assert found.cache_report.images_reused == len(found.cache_report.images)
+
+
+def test_videos_that_are_not_taken_are_refused_by_name(llm, folder, tmp_path):
+    shown = video(floating.frames(2))
+    prompt = {"prompt": floating.TEXTS[0], "multi_modal_data": {"video": shown["video"]}}
+    with pytest.raises(
+        InvalidRequestError, match="a plain prompt has no place for a video of this"
+    ):
+        llm.generate(prompt, PARAMS)
+    message = r"videos_kwargs.max_pixels=4096: frames of this model's videos have one size"
+    with pytest.raises(InvalidRequestError, match=message):
+        chat(llm, shown, mm_processor_kwargs={"videos_kwargs": {"max_pixels": 4096}})
+    shutil.copytree(folder, tmp_path / "pruned")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "pruned/config.json").write_text(json.dumps({**config, "video_pruning_rate": 0.5}))
+    with (
+        LLM(tmp_path / "pruned", **OPTIONS) as pruned,
+        pytest.raises(InvalidRequestError, match="1 video: this model is served without videos"),
+    ):
+        chat(pruned, shown)
 
 
 def test_a_checkpoint_without_a_processor_of_its_own_is_refused(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ _PROCESSORS = (
     "Qwen3VLImageProcessor",
 )
 _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
+_FLOATING_VIDEOS = ("NemotronH_Omni_Reasoning_V3VideoProcessor",)
+_FLOATING_FRAMES = 128
+"""Largest number of frames of a video for Nemotron, whose checkpoints name none."""
 _TILED = ("Lfm2VlImageProcessor", "Lfm2VlImageProcessorFast")
 _FLOATING = (
     "NemotronH_Omni_Reasoning_V3ImageProcessor",
@@ -64,21 +67,46 @@ def read_video_settings(folder: Path) -> ImageSettings:
     """Reads the settings of the folder's video processor, whose limits are those of all frames
     together: `video_preprocessor_config.json`, or the part `video_processor` of
     `processor_config.json`. See `read_image_settings`."""
+    images = read_image_settings(folder)
+    if images.keeps_overshoot:
+        return _read_floating_video(folder, images)
     settings = _find(folder, *_VIDEO_FILE, _VIDEO_PROCESSORS)
     return ImageSettings(**{"min_pixels": 4096, "max_pixels": 25_165_824} | settings)
 
 
 def read_frame_sampling(folder: Path) -> FrameSampling:
     """Reads how many frames of a video are taken, from the file of `read_video_settings`."""
+    own = FrameSampling()
+    if read_image_settings(folder).keeps_overshoot:
+        own = FrameSampling(max_frames=_FLOATING_FRAMES)
     found = next(_parts(folder, *_VIDEO_FILE), None)
     if found is None:
-        return FrameSampling()
+        return own
     path, raw = found
     with reading(path):
         if raw.get("cap_pixels_per_frame"):
             raise UnsupportedModelError("cap_pixels_per_frame=True is not supported")
         names = [field.name for field in fields(FrameSampling)]
-        return FrameSampling(**{name: raw[name] for name in names if raw.get(name) is not None})
+        return replace(own, **{name: raw[name] for name in names if raw.get(name) is not None})
+
+
+def _read_floating_video(folder: Path, images: ImageSettings) -> ImageSettings:
+    """Reads Nemotron's settings of videos, whose frames have one size each; what is not named is as
+    for images."""
+    path, raw = next(_parts(folder, *_VIDEO_FILE), (folder, {}))
+    with reading(path):
+        kind = raw.get("video_processor_type")
+        if kind not in (None, *_FLOATING_VIDEOS):
+            raise UnsupportedModelError(
+                f"video_processor_type={kind!r} is not supported; supported is "
+                f"{_FLOATING_VIDEOS[0]}"
+            )
+        only = {"downsample_ratio": (None, 0.5), "video_maintain_aspect_ratio": (None, True)}
+        _check_only(raw, {**_ONLY, **only, "patch_size": (None, images.patch_size)})
+        most = raw.get("video_target_num_patches", 1024)
+        check_whole("video_target_num_patches", most, 2**16)
+        colours = {"image_mean": raw.get("norm_mean"), "image_std": raw.get("norm_std")}
+        return replace(images, temporal_patch_size=2, frame_patches=most, **_values_of(colours))
 
 
 def _find(folder: Path, file: str, part: str, kinds: Sequence[str]) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class ImageSettings:
     """Whether pictures are prepared by `tiles`: as processors on torchvision do, with texts around
     them, and perhaps cut."""
     tiling: ImageTiling | None = None
+    frame_patches: int | None = None
+    """Patches that a frame of a video is resized to, nearly and at most; None if the limits are
+    those of all frames together."""
     keeps_overshoot: bool = False
     """Whether pictures are resized to floats, which may lie outside of a byte's values."""
 

@@ -75,6 +75,20 @@ def resized_in_patches(
     return rows * side, columns * side
 
 
+def resized_frame(height: int, width: int, side: int, merge: int, most: int) -> tuple[int, int]:
+    """Returns the height and width that Nemotron's processor resizes a video's frames to: of nearly
+    `most` patches of `side` pixels, in multiples of `merge`. Raises InvalidPromptError as `resized`
+    does."""
+    _check_ratio(height, width)
+    ratio = width / height
+    nearest = (max(round(math.sqrt(area)), 1) for area in (most / ratio, most * ratio))
+    rows, columns = nearest
+    above = [math.ceil(each / merge) * merge for each in (rows, columns)]
+    if above[0] * above[1] > most:
+        above = [max(merge, each // merge * merge) for each in (rows, columns)]
+    return above[0] * side, above[1] * side
+
+
 def _whole_tokens(count: int, others: int, merge: int, most: int) -> int:
     """Returns a multiple of `merge`: the next one, if there are at most `most` patches then."""
     above = math.ceil(count / merge) * merge

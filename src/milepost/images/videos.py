@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from milepost.errors import InvalidPromptError
 from milepost.images import decoding
 from milepost.images.containers import VideoFile
 from milepost.images.headers import container_of
-from milepost.images.patches import PreparedImage, from_frames, resize
+from milepost.images.patches import PreparedImage, from_frames, normalised, resize
+from milepost.images.resampling import PixelValues, resize_bicubic
 from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
-from milepost.images.sizes import resized
+from milepost.images.sizes import resized, resized_frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,8 @@ class FrameGroup:
     image: PreparedImage
     seconds: float
     """Mean of the first frame's time and the last one's."""
-
-    @property
-    def text(self) -> str:
-        """The text before the frames, as checkpoints are trained on it."""
-        return f"<{self.seconds:.1f} seconds>"
+    text: str
+    """The text before the frames, as checkpoints are trained on it."""
 
 
 def prepare_video(
@@ -62,7 +59,7 @@ def prepare_video(
         )
     ((width, height),) = sizes
     size = _fit(height, width, len(frames), settings)
-    return _parts([resize(picture, size) for picture in upright], list(times), settings)
+    return _parts([_resized(each, size, settings) for each in upright], list(times), settings)
 
 
 def prepare_animation(
@@ -80,12 +77,12 @@ def prepare_animation(
         times.append(end)
         end += shown_s
     chosen = sampling.chosen(len(times), len(times) / end)
-    pixels: list[NDArray[np.uint8]] = []
+    pixels: list[PixelValues] = []
     size = None
     for index, (frame, _) in enumerate(decoding.Animation(data, max_decoded).frames()):
         if index in chosen:
             size = size or _fit(frame.height, frame.width, len(chosen), settings)
-            pixels.append(resize(frame, size))
+            pixels.append(_resized(frame, size, settings))
     return _parts(pixels, [times[index] for index in chosen], settings)
 
 
@@ -101,35 +98,55 @@ def prepare_file(
     if container_of(data) is None:
         return prepare_animation(data, settings, sampling, max_decoded=max_decoded)
     video = VideoFile(data, max_decoded)
-    pixels: list[NDArray[np.uint8]] = []
+    pixels: list[PixelValues] = []
     chosen: list[int] = []
     while not chosen or len(pixels) < len(chosen):  # a header may name more frames than there are
         chosen, pixels = sampling.chosen(video.num_frames, video.rate), []
         size = None
         for frame in video.frames(chosen):
             size = size or _fit(frame.height, frame.width, len(chosen), settings)
-            pixels.append(resize(frame, size))
-    return _parts(pixels, [index / video.rate for index in chosen], settings)
+            pixels.append(_resized(frame, size, settings))
+    frame_s = 1 / video.rate
+    if settings.frame_patches is not None:
+        frame_s = int(1000 * frame_s) / 1000  # as its processor counts
+    return _parts(pixels, [index * frame_s for index in chosen], settings)
 
 
 def _parts(
-    pixels: list[NDArray[np.uint8]], times: list[float], settings: ImageSettings
+    pixels: list[PixelValues], times: list[float], settings: ImageSettings
 ) -> list[FrameGroup]:
     """Groups resized frames; the last one is repeated until groups are full."""
     each = settings.temporal_patch_size
-    padding = -len(pixels) % each
-    pixels, times = pixels + pixels[-1:] * padding, times + times[-1:] * padding
-    return [
-        FrameGroup(
-            image=from_frames(pixels[first : first + each], settings),
-            seconds=(times[first] + times[first + each - 1]) / 2,
-        )
-        for first in range(0, len(pixels), each)
-    ]
+    pixels = pixels + pixels[-1:] * (-len(pixels) % each)
+    groups = []
+    for first in range(0, len(pixels), each):
+        own = times[first : first + each]
+        seconds = (own[0] + own[-1]) / 2
+        counts_frames = settings.frame_patches is not None
+        text = _all_times(own, first) if counts_frames else f"<{seconds:.1f} seconds>"
+        image = from_frames(pixels[first : first + each], settings)
+        groups.append(FrameGroup(image=image, seconds=seconds, text=text))
+    return groups
+
+
+def _all_times(times: Sequence[float], first: int) -> str:
+    """Returns the text before a group of frames of Nemotron's, after the `first` ones."""
+    texts = [f"frame {first + k} sampled at {at:.2f} seconds" for k, at in enumerate(times, 1)]
+    start = "\n" if first else ""
+    return f"{start}F{' and '.join(texts)[1:]}: "
+
+
+def _resized(picture: Image.Image, size: tuple[int, int], settings: ImageSettings) -> PixelValues:
+    if settings.keeps_overshoot:
+        return normalised(resize_bicubic(np.asarray(picture), size), settings)
+    return resize(picture, size)
 
 
 def _fit(height: int, width: int, num_frames: int, settings: ImageSettings) -> tuple[int, int]:
-    """Returns the size of all frames. Those smaller than a token are enlarged first."""
+    """Returns the size of all frames. Qwen's smaller than a token are enlarged first."""
+    if settings.frame_patches is not None:
+        side, merge = settings.patch_size, settings.merge_size
+        return resized_frame(height, width, side, merge, settings.frame_patches)
     if min(height, width) < settings.unit:
         factor = max(settings.unit / height, settings.unit / width)
         height, width = int(height * factor), int(width * factor)

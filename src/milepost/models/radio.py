@@ -44,6 +44,13 @@ _PROJECTORS = (
 )
 """Path and names of the projector: published, and transformers'."""
 _FINAL_NORM = "vision_final_layernorm"
+_NUM_FRAMES = 2
+"""Frames of a patch of videos."""
+_MOVING = {
+    _PUBLISHED.embedding: "radio_model.model.patch_generator.video_embedder",
+    _CONVERTED.embedding: "embeddings.video_patch_projection",
+}
+"""Path of the embedding of pictures -> that of videos."""
 
 
 def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
@@ -58,11 +65,10 @@ def radio_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         norm_type = LayerNorm if stored else PlainNorm
         norm = norm_type(shapes.hidden_size, shapes.eps, root.under(_FINAL_NORM))
     blocks = [scope.under(names.block.format(index=index)) for index in range(shapes.depth)]
-    embedding = TowerLinear(
-        scope.under(names.embedding), shapes.hidden_size, shapes.num_inputs, has_bias=False
-    )
     modules = TowerModules(
-        embedding=embedding,
+        embedding=RadioEmbedding(
+            shapes, scope, names, _NUM_FRAMES if has_video_patches(whole.vision_config) else 1
+        ),
         blocks=module_list(TowerBlock(shapes, names, each) for each in blocks),
         merger=SquaredMerger(shapes, projector, root.under(path), norm),
     )
@@ -101,6 +107,57 @@ def _shapes(whole: PreTrainedConfig) -> TowerShapes:
         num_prefix=sum(size_of(config, name, 1024) for name in names),
         reads_floats=True,
     )
+
+
+def has_video_patches(config: PreTrainedConfig) -> bool:
+    """Whether a tower has an embedding for pairs of frames. Raises UnsupportedModelError for other
+    groups."""
+    num_frames = getattr(config, "video_temporal_patch_size", None)
+    refuse(config, "video_temporal_patch_size", num_frames not in (None, _NUM_FRAMES), "2 or none")
+    return num_frames is not None
+
+
+class RadioEmbedding(nn.Module):
+    """Embeds patches of pictures, and those of several frames by a projection of their own."""
+
+    def __init__(
+        self, shapes: TowerShapes, scope: ModuleScope, names: TowerNames, num_frames: int
+    ) -> None:
+        super().__init__()
+        size, path = shapes.hidden_size, scope.under(names.embedding)
+        self._num_inputs = shapes.num_inputs
+        self.still = TowerLinear(path, size, shapes.num_inputs, has_bias=False)
+        self.moving = None
+        if num_frames > 1:
+            path = scope.under(_MOVING[names.embedding])
+            self.moving = FramesLinear(shapes, path, num_frames)
+
+    def forward(self, values: Tensor, *, is_fixed: bool) -> Tensor:
+        """Multiplies the values [P, I] of pictures that have one frame each, or several."""
+        if values.shape[1] == self._num_inputs or self.moving is None:
+            embedded: Tensor = self.still(values, is_fixed=is_fixed)
+        else:
+            embedded = self.moving(values, is_fixed=is_fixed)
+        return embedded
+
+
+class FramesLinear(TowerLinear):
+    """The projection of a patch of several frames. Checkpoints have its inputs by frame and then by
+    channel, the other way round than patches."""
+
+    def __init__(self, shapes: TowerShapes, scope: ModuleScope, num_frames: int) -> None:
+        channels, places = shapes.num_channels, shapes.patch_size**2
+        patch = channels, num_frames, places
+        super().__init__(scope, shapes.hidden_size, *patch, has_bias=False)
+
+    def placements(self) -> WeightSlots:
+        outputs, channels, frames, places = self._shape
+
+        def store(values: Tensor) -> None:
+            by_frame = values.view(outputs, frames, channels, places)
+            self.weight.view(self._shape).copy_(by_frame.transpose(1, 2))
+
+        return {self.scope.full("weight"): WeightSlot(tuple(self.weight.shape), store)}
 
 
 class PlainNorm(LayerNorm):

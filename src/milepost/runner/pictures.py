@@ -5,7 +5,7 @@ Which of them are kept is decided by plans alone (`StepPlan.encodes`, `StepPlan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,8 @@ class EncodedPictures:
             if not self.joins or len(pixels.rows) > FEW_PATCHES:
                 self._embeddings[identity] = self._encode([pixels], is_fixed=False)
                 continue
-            if sum(len(each.rows) for each in (*several.values(), pixels)) > MOST_PATCHES:
+            num_patches = sum(len(each.rows) for each in (*several.values(), pixels))
+            if num_patches > MOST_PATCHES or self._embeds_apart(pixels, several):
                 self._encode_several(several)
             several[identity] = pixels
         self._encode_several(several)
@@ -117,6 +118,12 @@ class EncodedPictures:
         whole = self._embeddings.get(part.identity)
         assert whole is not None, "I2: a picture is encoded before its tokens are computed"
         return whole[part.first : part.first + len(part.tokens)]
+
+    def _embeds_apart(self, pixels: PicturePixels, others: Mapping[bytes, PicturePixels]) -> bool:
+        """Whether the tower embeds this picture's patches by another projection than the others':
+        one that reads floats has one for frames of videos."""
+        lengths = {each.rows.shape[1] for each in (pixels, *others.values())}
+        return self._tower.shapes.reads_floats and len(lengths) > 1
 
     def _take(self, identity: bytes) -> PicturePixels:
         pixels = self._pixels.pop(identity, None)

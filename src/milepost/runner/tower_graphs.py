@@ -205,7 +205,7 @@ class TowerGraphs:
     def run(self, rows: Tensor, grids: tuple[Grid, ...], *, is_fixed: bool) -> Tensor | None:
         """Returns the embeddings [P / M, C] of pictures whose patches are `rows` [P, bytes] on the
         host, in pinned memory on a GPU. Returns None if no graph runs them: the tower has to."""
-        if len(rows) > MOST_GRAPH_PATCHES:
+        if len(rows) > MOST_GRAPH_PATCHES or rows.nbytes > self._rows.nbytes:
             return None
         kind = RunKind(grids, rows.shape[1], is_fixed)
         captured = self._recent.find(kind)

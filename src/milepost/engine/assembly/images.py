@@ -21,6 +21,7 @@ from milepost.images.processors import NESTED
 from milepost.models.decoder import Decoder
 from milepost.models.folder import read_object
 from milepost.models.loading import has_pictures
+from milepost.models.radio import has_video_patches
 from milepost.runner.measuring import num_weights
 from milepost.scheduler.encoders import TowerCost
 
@@ -128,7 +129,16 @@ def image_facts(
     if token_id is None:
         raise UnsupportedModelError("config.json has a vision tower and no image_token_id")
     settings = image_settings_of(config, folder, whole)
+    tiles = _tile_facts(folder, tokenizer, settings) if settings.is_tiled else None
     video, video_id = None, getattr(whole, "video_token_id", None)
+    if tiles is not None and tiles.start and _takes_floating_videos(whole, settings):
+        video = VideoFacts(
+            settings=read_video_settings(folder),
+            sampling=read_frame_sampling(folder),
+            token_id=token_id,  # its processor writes the image's
+            text=tiles.text([""], text_of("image_token_id")),
+            max_videos=config.max_videos,
+        )
     if video_id is not None and not settings.is_tiled:
         own = read_video_settings(folder)
         video = VideoFacts(
@@ -142,9 +152,20 @@ def image_facts(
         settings=settings,
         token_id=token_id,
         text=text_of(start, "image_token_id", end),
-        tiles=_tile_facts(folder, tokenizer, settings) if settings.is_tiled else None,
+        tiles=tiles,
         video=video,
     )
+
+
+def _takes_floating_videos(whole: PreTrainedConfig, settings: ImageSettings) -> bool:
+    """Whether a model of Nemotron's takes videos. One that drops tokens of its frames by their
+    contents does not."""
+    if not settings.keeps_overshoot or not has_video_patches(whole.vision_config):
+        return False
+    rate = getattr(whole, "video_pruning_rate", 0)
+    if rate:
+        logger.warning("videos are refused: video_pruning_rate=%r is not run", rate)
+    return not rate
 
 
 def _tile_facts(

@@ -56,7 +56,13 @@ class Media:
         """Returns a plain prompt, as callers give it, with the texts of its videos, and of images
         in tiles. `encode` tokenizes these where the prompt has token ids. Raises
         InvalidPromptError."""
-        for kind, facts in ((PreparedTiles, self.facts), (PreparedVideo, self.facts.video)):
+        video = self.facts.video
+        has_own_token = video is None or video.token_id != self.facts.token_id
+        if not has_own_token and any(isinstance(each, PreparedVideo) for each in self.found):
+            raise InvalidPromptError(
+                "a plain prompt has no place for a video of this model: put it in a message"
+            )
+        for kind, facts in ((PreparedTiles, self.facts), (PreparedVideo, video)):
             texts = [self._text(each) for each in self.found if isinstance(each, kind)]
             if texts:
                 assert facts is not None, "videos are refused before"
@@ -72,17 +78,14 @@ class Media:
         return expanded(prompt, self._waiting())
 
     def _waiting(self) -> dict[int, list[PreparedPicture]]:
-        videos = [each for each in self.found if isinstance(each, PreparedVideo)]
-        pictures: list[PreparedPicture] = []
+        video = self.facts.video
+        waiting: dict[int, list[PreparedPicture]] = {self.facts.token_id: []}
+        if video is not None:
+            waiting[video.token_id] = []
         for each in self.found:
-            if isinstance(each, PreparedPicture):
-                pictures.append(each)
-            elif isinstance(each, PreparedTiles):
-                pictures += each.pictures
-        waiting = {self.facts.token_id: pictures}
-        if self.facts.video is not None:
-            frames = [picture for each in videos for picture in each.pictures]
-            waiting[self.facts.video.token_id] = frames
+            is_video = video is not None and isinstance(each, PreparedVideo)
+            token_id = video.token_id if video is not None and is_video else self.facts.token_id
+            waiting[token_id] += [each] if isinstance(each, PreparedPicture) else each.pictures
         return waiting
 
     def _text(self, prepared: Prepared) -> str:

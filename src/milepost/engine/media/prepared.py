@@ -127,7 +127,7 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
         from milepost.images.videos import prepare_file, prepare_video
 
         data: Any = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
-        if self.settings.is_tiled:
+        if self.settings.is_tiled and self.sampling is None:
             return _tiles(data, self.settings, self.max_pixels)
         if self.sampling is None:
             image = prepare(data, self.settings, max_pixels=self.max_pixels)

@@ -36,7 +36,13 @@ def facts_for(facts: ImageFacts | None, asked: object) -> ImageFacts | None:
     if facts is None:
         return None
     settings, video = _resized(facts.settings, for_images, "images"), facts.video
-    if video is not None:
+    if video is not None and video.settings.frame_patches is not None:
+        own = [each for each in for_videos.values() if each.name.startswith("videos_kwargs.")]
+        for each in own:
+            if each.name.rpartition(".")[2] not in _FRAMES:
+                raise each.refusal("frames of this model's videos have one size")
+        video = msgspec.structs.replace(video, sampling=_sampled(video, for_videos))
+    elif video is not None:
         video = msgspec.structs.replace(
             video,
             settings=_resized(video.settings, for_videos, "videos"),

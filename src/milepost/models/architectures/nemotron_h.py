@@ -166,8 +166,6 @@ ARCHITECTURES = (
         skipped=(
             r"(mlp1|multi_modal_projector|vision_final_layernorm)\.",
             r"vision_model\.(radio_model\.)?(input_conditioner\.|summary_idxs)",
-            r"vision_model\.radio_model\.model\.patch_generator\.video_embedder\.",
-            r"vision_model\.embeddings\.video_patch_projection\.",
             r"(sound_encoder|sound_projection|audio_tower|embed_audio)\.",
         ),
     ),
