@@ -17,6 +17,16 @@ def test_a_file_that_is_not_there(read):
     assert str(raised.value).endswith("='/nope': No such file or directory")
 
 
+def test_keys_are_lines_whatever_wrote_them(tmp_path):
+    """Windows' editors begin a file with a mark. A comment would be a key that anyone guesses."""
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\r\n two \r\n")
+    assert read_keys("key_file", str(path)) == ["one", "two"]
+    path.write_text("# production\none\n")
+    with pytest.raises(ConfigError, match="begins with '#'"):
+        read_keys("key_file", str(path))
+
+
 def test_a_path_is_not_looked_up_at_the_hub(tmp_path):
     path = tmp_path / "model.safetensors"
     for given, why in (

@@ -7,6 +7,7 @@ import pytest
 
 from milepost.config import EngineConfig
 from milepost.engine.facts import Facts
+from milepost.server.config import ServerConfig
 from milepost.server.loading import describe, size
 
 FACTS = {
@@ -23,7 +24,7 @@ FACTS = {
 }
 
 
-def service(num_ranks=1, **facts):
+def service(num_ranks=1, config=None, **facts):
     info = SimpleNamespace(
         facts=Facts(**{**FACTS, **facts}),
         num_pages=20_000,
@@ -35,7 +36,8 @@ def service(num_ranks=1, **facts):
     client = SimpleNamespace(
         info=info, limits=limits, config=EngineConfig(tensor_parallel_size=num_ranks)
     )
-    return SimpleNamespace(client=client, names=["a", "b"], format=form)
+    config = config or ServerConfig()
+    return SimpleNamespace(client=client, config=config, names=["a", "b"], format=form)
 
 
 def test_two_pools():
@@ -60,6 +62,19 @@ def test_a_small_memory_says_what_fits():
     rows = dict(describe(service(is_shared=True, num_positions=2**20, step_tokens=2048)))
     limits = "262,144 tokens (of its 1,048,576, as many as fit the memory), 2,048 a step"
     assert rows["model"] == f"a, b, up to {limits}"
+
+
+def test_a_server_that_others_reach_says_that_it_has_no_key():
+    """An empty MILEPOST_API_KEY sets none."""
+
+    def rows(**options):
+        return dict(describe(service(config=ServerConfig(**options), is_shared=True)))
+
+    assert "whoever reaches the address" in rows(host="0.0.0.0")["keys"]
+    assert "keys" not in rows(host="127.0.0.2")
+    assert "keys" not in rows(host="0.0.0.0", api_key=["one"])
+    assert "keys" not in rows(host="0.0.0.0", key_file="keys")
+    assert "keys" not in rows(host="0.0.0.0", uds="socket")
 
 
 def test_of_several_ranks_each_has_as_much():

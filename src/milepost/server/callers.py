@@ -165,13 +165,13 @@ def check_site(scope: Any, config: ServerConfig) -> None:
         )
     host = header(headers, b"host").decode("latin-1")
     hosts = config.allowed_hosts or ()
-    if _is_loopback(config) and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
+    if is_loopback(config) and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
         raise HttpError(
             403, f"host {host[:100]!r}: allow this name with --allowed-hosts, or set a key"
         )
 
 
-def _is_loopback(config: ServerConfig) -> bool:
+def is_loopback(config: ServerConfig) -> bool:
     """Returns whether the server listens for this machine alone. One that listens for others has
     names that it does not know, such as those of proxies beside it."""
     if config.uds is not None:

@@ -179,18 +179,20 @@ def read_template(given: str | None) -> str | None:
 
 def read_keys(name: str, path: str | None) -> list[str]:
     """Returns the lines of the key file that a setting names. Raises ConfigError if it cannot be
-    read or has no key."""
+    read, has no key, or has a comment, which would be a key that is easily guessed."""
     if path is None:
         return []
     keys = [line.strip() for line in _read(name, path).splitlines() if line.strip()]
     require(bool(keys), f"{name}={path!r}: the file has no key")
+    comments = [key for key in keys if key.startswith("#")]
+    require(not comments, f"{name}={path!r}: a line begins with '#': write keys alone")
     return keys
 
 
 def _read(name: str, path: str) -> str:
     """Returns the text of the file that a setting names."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)  # without the file's name
         raise ConfigError(f"{name}={path!r}: {why}") from error

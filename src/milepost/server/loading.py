@@ -13,6 +13,7 @@ from milepost.engine.processes import EngineClient, start_with_tokenizer
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig, read_template
 from milepost.server.service import Service
+from milepost.server.callers import is_loopback
 from milepost.server.tracing import require_tracing
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ def describe(service: Service) -> list[tuple[str, str]]:
         ("state slots", slots),
         ("parsers", f"tool calls {service.format.calls}, reasoning {service.format.reasoning}"),
     ]
+    config = service.config
+    if not (config.api_key or config.key_file or config.uds or is_loopback(config)):
+        rows.append(
+            ("keys", "none: whoever reaches the address may use it; set one with --api-key")
+        )
     if facts.num_graphs:
         rows.insert(2, ("graphs", f"{facts.num_graphs} captured steps"))
     return rows
