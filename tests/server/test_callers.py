@@ -246,6 +246,7 @@ SITES = [
     ("http://[::1]:8000", {"host": "evil.example"}, 403),
     ("http://127.0.0.1:8000", {"host": "evil.example:8000"}, 403),
     ("http://127.0.0.1:8000", {"host": "127.0.0.1.evil.example"}, 403),
+    ("http://10.0.0.9:8000", {"host": "llm.example"}, 200),  # where a program listens for others
     ("http://10.0.0.9", {"sec-fetch-site": "cross-site", "origin": "https://evil.example"}, 403),
     ("http://10.0.0.9", {"sec-fetch-site": "cross-site"}, 403),
     ("http://10.0.0.9", {"sec-fetch-site": "same-origin", "origin": "http://10.0.0.9"}, 200),

@@ -43,7 +43,8 @@ class Front:
                 asked = await self._replicas.look.remote(path, body)
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
-        scope |= {"scheme": "http", "client": None, "server": None, "root_path": ""}
+        server = request.scope.get("server")  # its address decides which names are checked
+        scope |= {"scheme": "http", "client": None, "server": server, "root_path": ""}
         answered = self._replicas.options(stream=True).ask.remote(scope, body, asked=asked)
         status, headers = await anext(answered)
         response = StreamingResponse(answered, status_code=status)

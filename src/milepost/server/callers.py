@@ -165,7 +165,8 @@ def check_site(scope: Any, config: ServerConfig) -> None:
         )
     host = header(headers, b"host").decode("latin-1")
     hosts = config.allowed_hosts or ()
-    if is_loopback(config) and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
+    is_own = is_loopback(config) and not _is_from_outside(scope)
+    if is_own and not _is_local(host) and not {"*", _name(host)} & {*hosts}:
         raise HttpError(
             403, f"host {host[:100]!r}: allow this name with --allowed-hosts, or set a key"
         )
@@ -177,6 +178,13 @@ def is_loopback(config: ServerConfig) -> bool:
     if config.uds is not None:
         return False
     return config.host in ("localhost", "::1") or config.host.startswith("127.")
+
+
+def _is_from_outside(scope: Any) -> bool:
+    """Returns whether a request reached an address that other machines reach: a program in which
+    this server is embedded may listen there, whatever the configuration says."""
+    address = ((scope.get("server") or ("",))[0] or "").strip("[]")
+    return _is_address(address) and not ipaddress.ip_address(address).is_loopback
 
 
 def _is_local(host: str) -> bool:
