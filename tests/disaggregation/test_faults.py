@@ -490,6 +490,18 @@ def test_leases_go_by_their_clock():
     assert (len(leases), leases.num_expired, leases.num_granted) == (0, 2, 3)
 
 
+def test_heartbeats_keep_no_lease_for_good():
+    now = [0.0]
+    leases = Leases(30.0, lambda: now[0])
+    leases.grant("a", Loan(position=1, pages=(1,), slot=1), b"", b"", lambda: True)
+    while leases.find("a") is not None and now[0] < 3000.0:
+        now[0] += 15.0
+        leases.prolong(["a"])
+    assert now[0] == 600.0
+    assert not leases.release("a")
+    assert list(leases.take_over()) == ["a"]
+
+
 def test_an_address_that_cannot_be_had_is_one_error():
     leases = Leases(1.0, lambda: 0.0)
     with pytest.raises(ConfigError, match=r"nowhere\.invalid"):

@@ -23,6 +23,10 @@ from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.kv_transfer_params import Remote
 
+MAX_LENGTHS = 20
+"""How many times its own length a lease may last in all: ten minutes by default, as long as a
+request may wait. A reader that only sends heartbeats would keep it for good."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
@@ -35,6 +39,8 @@ class Lease:
     page: bytes
     is_ready: Callable[[], bool]
     expires_at: float
+    ends_at: float
+    """Time after which heartbeats extend it no more."""
 
 
 def granted(id_: str, key: bytes, loan: Loan) -> Granted:
@@ -72,9 +78,14 @@ class Leases:
         self, id_: str, loan: Loan, key: bytes, page: bytes, is_ready: Callable[[], bool]
     ) -> None:
         with self._lock:
-            expires_at = self._clock() + self._length_s
+            now = self._clock()
             self._leases[id_] = Lease(
-                loan=loan, key=key, page=page, is_ready=is_ready, expires_at=expires_at
+                loan=loan,
+                key=key,
+                page=page,
+                is_ready=is_ready,
+                expires_at=now + self._length_s,
+                ends_at=now + MAX_LENGTHS * self._length_s,
             )
             self.num_granted += 1
 
@@ -129,7 +140,7 @@ class Leases:
         if lease is None or lease.expires_at <= now:
             return None
         if not self.are_final:
-            lease.expires_at = max(lease.expires_at, now + self._length_s)
+            lease.expires_at = max(lease.expires_at, min(now + self._length_s, lease.ends_at))
         return lease
 
 
