@@ -91,7 +91,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time that the answer has it; from -2 to 2."""
     repetition_penalty: float = 1.0
-    """Above 1, makes tokens of the prompt and the answer less likely."""
+    """Makes tokens of the prompt and the answer less likely if it is above 1."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of single token ids; from -100, which excludes a token, to 100."""
     allowed_token_ids: Sequence[int] | None = None

@@ -173,7 +173,7 @@ class _Answer(Markdown):
 
 
 def rendered(text: str) -> RenderableType:
-    """Returns markdown to print."""
+    """Returns markdown as a terminal shows it."""
     tokens = _PARSER.parse(text)
     for token in tokens:
         for child in token.children or ():

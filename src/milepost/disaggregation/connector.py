@@ -34,9 +34,8 @@ SOURCE = "remote"
 """Name of other engines wherever the source of a load is given."""
 
 LEAST_TOKENS = 64
-"""Fewest tokens that are worth fetching; fewer are computed faster: a state is as large as the KV
-of thousands of tokens.
-"""
+"""Fewest tokens that are worth fetching; fewer are computed faster, since a state is as large as
+the KV of thousands of tokens."""
 MAX_READERS = 2**16
 """Most prompts whose readers are remembered."""
 
@@ -99,9 +98,9 @@ class Connector:
         """Requests that may fetch from a lease and have not begun to."""
         self._fetching: dict[int, Load] = {}
         self._readers: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """Page -> address of the engine that continued after it."""
+        """Maps a page to the address of the engine that continued after it."""
         self._finds: dict[int, bytes] = {}
-        """Number of a question -> the page that led to the engine it was sent to."""
+        """Maps the number of a question to the page that led to the engine it was sent to."""
         self._found: list[RemoteMatch] = []
         """Answers that `settle` has not returned yet."""
         self._num_finds = self.num_fetched = self.num_failed = 0

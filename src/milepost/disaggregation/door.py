@@ -30,7 +30,7 @@ class Complaints:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._said: dict[str, tuple[float, int]] = {}
-        """Kind -> when it was last logged, and how often it has occurred since."""
+        """Maps a kind to when it was last logged, and how often it has occurred since."""
         self._lock = threading.Lock()
 
     def say(self, kind: str, detail: object = "") -> None:

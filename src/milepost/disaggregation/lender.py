@@ -83,11 +83,11 @@ class Lender:
         self.door.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
         self._hellos: dict[bytes, tuple[str, int]] = {}
-        """Connection of an engine -> the address where it can be asked in turn."""
+        """Maps the connection of an engine to the address where it can be asked in turn."""
         self._num_finds = 0
         """Number of questions that the engine has not answered."""
         self._readers: dict[str, float] = {}
-        """Lease that somebody may be reading under -> since when."""
+        """Maps a lease that somebody may be reading under to the time since when."""
         self._claims: list[tuple[float, Callable[[], bool], bytes, bytes, Granted]] = []
         """Claims, with their times, that wait until the lent state is computed."""
 

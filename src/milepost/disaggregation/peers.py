@@ -76,7 +76,7 @@ class Peer:
         self.layout = Layout([], [])
         self.handle: Any = None
         self.asked: dict[bytes, _OpenQuestion] = {}
-        """Number -> question without an answer."""
+        """Maps the number of a question to the question, until it is answered."""
         self.used_at = 0.0
         """Time of the last message to it."""
         self._peers = peers

@@ -49,9 +49,8 @@ class Transport(Protocol):
         ...
 
     def make_progress(self) -> None:
-        """Makes the progress that other engines need to read from this one; called while
-        they do.
-        """
+        """Does this engine's share of the reads that other engines make here; called while they
+        last."""
         ...
 
     def stop_progress(self) -> None:

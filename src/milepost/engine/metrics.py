@@ -25,7 +25,7 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"] = "counter"
     labels: dict[str, str] = field(default_factory=dict)
     buckets: dict[str, int] = field(default_factory=dict)
-    """Upper bound -> number of the histogram's values up to it, in ascending order."""
+    """Maps upper bounds, in ascending order, to the number of the histogram's values up to each."""
 
 
 def collect(scheduler: Scheduler) -> list[Metric]:

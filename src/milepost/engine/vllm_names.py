@@ -31,7 +31,7 @@ class ForeignFlag:
     """Our name; empty if there is none."""
     has_value: bool = True
     words: Mapping[str, str] = field(default_factory=dict)
-    """vLLM's value -> our word; empty for our default."""
+    """Maps vLLM's value to our word, which is empty for our default."""
     has_units: bool = False
     """Whether 32k and 32K are numbers."""
     instead: str = ""

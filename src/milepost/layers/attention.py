@@ -168,7 +168,7 @@ class Attention(nn.Module):
 
     @property
     def reads(self) -> Emit:
-        """See `Part`."""
+        """The form of rows that the part reads."""
         readers = (self.qkv_gate, self.indexer)
         return Emit.joined(each.reads for each in readers if each is not None)
 

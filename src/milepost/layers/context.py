@@ -174,17 +174,17 @@ class Context:
     """[rows, pages] int32, page tables on the device; None for the reference kernels, whose layouts
     hold the entries that they need."""
     kv: Mapping[int, Tensor]
-    """Mixer's number -> its pool of KV."""
+    """Maps a mixer's number to its pool of KV."""
     states: Mapping[int, RecurrentState]
-    """Mixer's number -> its pools of states."""
+    """Maps a mixer's number to its pools of states."""
     conv_states: Mapping[int, Tensor]
-    """Mixer's number -> its pool [1 + pages, *conv_shape] of states stored with pages; the first
-    entry is zeros."""
+    """Maps a mixer's number to its pool [1 + pages, *conv_shape] of states stored with pages; the
+    first entry is zeros."""
     carried: Carried | None = None
     """Hidden states for an MTP head; None if the model has none."""
     conv_records: Mapping[int, Tensor] = field(default_factory=dict)
-    """Mixer's number -> recorded inputs [rows, num_recorded, channels] of drafts, from which states
-    stored with pages can be advanced over accepted drafts; empty if nothing is drafted."""
+    """Maps a mixer's number to recorded inputs [rows, num_recorded, channels] of drafts, from which
+    states stored with pages can be advanced over accepted drafts; empty if nothing is drafted."""
     last_tokens_only: bool = False
     """Whether only sampled positions are computed after the last layer that has a cache."""
     pictures: PictureRows | None = None
@@ -192,7 +192,7 @@ class Context:
     window_tables: Tensor | None = None
     """Like `tables`, for layers with a sliding window."""
     angles: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Rotary embedding -> cosines and sines of the step's positions; the model fills it."""
+    """Maps a rotary embedding to cosines and sines of the step's positions; the model fills it."""
 
     def at_ends(self) -> Context:
         """Returns the context for the sampled rows [R, C], for layers after the last one with a

@@ -118,7 +118,7 @@ class MLA(nn.Module):
 
     @property
     def reads(self) -> Emit:
-        """See `Part`."""
+        """The form of rows that the part reads."""
         return self.projection.reads
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:

@@ -49,7 +49,7 @@ class MLP(nn.Module):
 
     @property
     def reads(self) -> Emit:
-        """See `Part`."""
+        """The form of rows that the part reads."""
         return self.up.reads
 
     def forward(self, rows: Inputs, *, order: SumOrder = SumOrder.FREE) -> Tensor:

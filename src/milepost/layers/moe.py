@@ -136,7 +136,7 @@ class MoE(nn.Module):
 
     @property
     def reads(self) -> Emit:
-        """See `Part`."""
+        """The form of rows that the part reads."""
         inputs = self.experts if self.latent_in is None else self.latent_in
         readers = self.router, inputs, self.shared, self.shared_gate
         return Emit.joined(each.reads for each in readers if each is not None)

@@ -62,7 +62,7 @@ class NgramShapes:
 
     @property
     def reach(self) -> int:
-        """Tokens that the convolution reaches back."""
+        """Number of earlier tokens that the convolution reads."""
         return (self.conv_width - 1) * self.order
 
 

@@ -73,9 +73,9 @@ class WorkloadConfig:
     trace_scale: float = 1.0
     """Multiplies the trace's lengths."""
     trace_speed: float = 1.0
-    """Divides the trace's times."""
+    """Divides the trace's times: 2 plays it twice as fast."""
     workload_seed: int = 0
-    """Seeds words and arrivals."""
+    """Seed of words and arrivals."""
 
     def __post_init__(self) -> None:
         for name in ("num_sessions", "num_groups", "num_turns", "own_words", "output_tokens"):

@@ -62,7 +62,7 @@ class Architecture:
     requirements: Mapping[str, Requirement] = field(default_factory=dict)
     """Settings to check besides those that are checked for every model (see `registry`)."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of settings -> the configuration class's name; `a.b` is b in the object a."""
+    """Maps other names of settings to the configuration class's; `a.b` is b in the object a."""
     spellings: tuple[tuple[str, ...], ...] = ()
     """Groups of settings that express one thing in different ways: an override of one replaces
     all."""

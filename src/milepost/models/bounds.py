@@ -83,7 +83,7 @@ _BOUNDS: dict[str, tuple[int, int]] = {
         (2, 256),
     ),
 }
-"""Setting -> smallest and largest value."""
+"""Maps a setting to its smallest and largest value."""
 _NULL = {"head_dim", "sliding_window", "q_lora_rank", "moe_latent_size", "topk_group", "n_group"}
 _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LENGTHS = {"time_step_limit": 2, "mlp_multipliers": 2, "ssm_multipliers": 5}

@@ -56,7 +56,7 @@ class DecoderParts:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     factors: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Ends of tensor names -> factors that are multiplied into the tensors on loading."""
+    """Maps ends of tensor names to factors that are multiplied into the tensors on loading."""
     head: MTPHead | None = None
     """The MTP head that drafts tokens, if any."""
     tower: Tower | None = None

@@ -80,7 +80,7 @@ def _local_folder(config: EngineConfig) -> Path | None:
 
 
 def _refuse_length(text: Mapping[str, Any], asked: int | None) -> None:
-    """Checks the length if the file says how positions are scaled in one place, or not at all."""
+    """Checks the length, unless the file says in several places how positions are scaled."""
     positions = text.get("max_position_embeddings")
     ropes = [text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)]
     parameters = ropes[0] if ropes else {}
@@ -119,7 +119,7 @@ _HEADS = {
     "sliding_attention": ("num_attention_heads",),
     "linear_attention": ("linear_num_key_heads", "linear_num_value_heads"),
 }
-"""Layer type -> settings whose number must be divisible by the number of ranks."""
+"""Maps a layer type to the settings that must be divisible by the number of ranks."""
 
 
 def declared_types() -> tuple[str, ...]:

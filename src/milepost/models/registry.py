@@ -35,7 +35,7 @@ from milepost.models.quantization import quantization_settings, read_modelopt_fi
 
 @lru_cache
 def known() -> Mapping[str, Architecture]:
-    """Returns `model_type` -> architecture for all that the files of `architectures` declare."""
+    """Returns the architectures that the files of `architectures` declare, by `model_type`."""
     by_type: dict[str, Architecture] = {}
     for architecture in _declared():
         for model_type in architecture.model_types:
@@ -143,7 +143,7 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "final_logit_softcapping": (is_unset, "none"),
     "is_encoder_decoder": (is_unset, "false"),
 }
-"""Setting -> a test for supported values, and these values in words."""
+"""Maps a setting to a test for supported values, and these values in words."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 

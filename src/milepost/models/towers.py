@@ -34,7 +34,7 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_position_embeddings": ("num_positions", 2**20),
     "num_patches": ("num_positions", 2**20),
 }
-"""Setting -> the size that it is, and its largest value; the smallest is 1."""
+"""Maps a setting to the size that it gives and its largest value; the smallest is 1."""
 _QWEN = (
     *("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "patch_size"),
     *("spatial_merge_size", "temporal_patch_size", "in_channels", "num_position_embeddings"),

@@ -40,7 +40,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.by_name = tensor_files(folder)
-        """Tensor's name -> the file that must hold it."""
+        """Maps a tensor's name to the file that must hold it."""
 
     def headers(self) -> Iterator[tuple[Path, Header]]:
         """Yields each file that is loaded with its header, by name. Raises WeightsError for a
@@ -148,7 +148,7 @@ class WeightFiles:
 
 
 def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
-    """Whether the holder's tensor of this name has the same bytes."""
+    """Whether the file `holder` has a tensor of this name with the same bytes."""
     with open_weights(holder) as others:
         if name not in others.keys():  # noqa: SIM118
             return False

@@ -108,7 +108,7 @@ class _Surveyor:
         self._num_pages: list[int] = []
         self._num_strays: list[int] = []
         self._num_waiting: list[int] = []
-        """Runs right below that have not been added yet."""
+        """Number of the runs right below each run that have not been added yet."""
         self._checkpoints: dict[int, list[Checkpoint]] = {}
         self._found: dict[int, list[Node]] = {}
         self._bottom_up: list[int] = []

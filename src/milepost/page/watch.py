@@ -40,7 +40,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
     """A sample of the counters since the start."""
 
     at: float
-    """Seconds of the monotonic clock; seconds ago, once sent."""
+    """Its time in seconds of the monotonic clock; once sent, how many seconds ago."""
     queries: int
     hits: int
     computed: int
@@ -56,7 +56,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     id: str
     at: float
-    """Seconds of the monotonic clock; seconds ago, once sent."""
+    """Its time in seconds of the monotonic clock; once sent, how many seconds ago."""
     num_tokens: int
     kv_length: int
     state_length: int
@@ -76,7 +76,7 @@ class Watch(Watcher):
         self._seen: deque[Seen] = deque(maxlen=MAX_PROMPTS)
         self._noted_at: float | None = None
         self._counts = (0, 0)
-        """Requests that run and wait since `_noted_at`."""
+        """Numbers of requests that have run and waited since `_noted_at`."""
         self._running_s = 0.0
         self._waiting_s = 0.0
         self._survey: Generator[None, None, View] | None = None

@@ -92,30 +92,30 @@ class Ranks:
         return join(*(self.share(count, what) for count in counts))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """See `Link.all_reduce`."""
+        """Sums values over all ranks: see `Link.all_reduce`."""
         return values if self.is_alone else self._reached.all_reduce(values)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """See `Link.all_gather`."""
+        """Puts the values of all ranks side by side: see `Link.all_gather`."""
         return values if self.is_alone else self._reached.all_gather(values)
 
     @property
     def order(self) -> str:
-        """See `Link.order`."""
+        """Names how sums are made: see `Link.order`."""
         return "" if self.is_alone else self._reached.order
 
     def add_norm(
         self, hidden: Tensor, partials: Tensor, scale: Tensor, eps: float, multiplier: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Link.add_norm`; needs several ranks."""
+        """Adds the sum of all ranks' partials to the stream, and norms it: see `Link.add_norm`."""
         return self._reached.add_norm(hidden, partials, scale, eps, multiplier)
 
     def least(self, value: int) -> int:
-        """See `Link.least`."""
+        """Returns the least of all ranks' values: see `Link.least`."""
         return value if self.is_alone else self._reached.least(value)
 
     def gather(self, body: bytes) -> list[bytes]:
-        """See `Link.gather`."""
+        """Returns the bytes from each rank: see `Link.gather`."""
         return [body] if self.is_alone else self._reached.gather(body)
 
     @property

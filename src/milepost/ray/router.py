@@ -35,7 +35,7 @@ class _SentTo:
     number: str
     num_lacking: int
     future: asyncio.Future[Any]
-    """Cancelled if the request is given up before it was sent."""
+    """A future that is cancelled if the request is given up before it was sent."""
 
 
 class CostRouter(RequestRouter):
@@ -49,7 +49,7 @@ class CostRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:  # noqa: ARG002
         self._choices: dict[str, _SentTo] = {}
-        """Ray's request id -> the choice, until the request is over."""
+        """Maps Ray's request id to the choice, until the request is over."""
 
     async def choose_replicas(
         self,

@@ -62,7 +62,7 @@ class Drafts:
     numbers: Sequence[int]
     """Numbers of the requests."""
     copied: Tensor
-    """[S, drafts] on the host, once `is_copied` has passed."""
+    """Drafts [S, drafts] on the host, valid once `is_copied` has passed."""
     is_copied: torch.cuda.Event | None
 
     @staticmethod

@@ -93,7 +93,7 @@ class PlainExecutor:
         flight.choice = choose(flight.logits, rows)
 
     def draft(self, flight: InFlightStep, rows: Sequence[SamplingRow], num_drafts: int) -> None:
-        """Drafts pass by pass."""
+        """Drafts tokens after the sampled ones, one pass of the head for each."""
         assert self._drafting is not None, "only a model with a head drafts"
         assert flight.hidden is not None
         begun = beginnings(flight.plan, list(flight.read().values()))

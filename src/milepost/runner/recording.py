@@ -101,7 +101,7 @@ class GrowingFile:
         self._option = option
         self._file = file
         self._num_bytes = 0
-        """Length of the whole pieces."""
+        """Length of the file up to the end of its last whole piece."""
         self.is_full = False
         """Whether a write has failed, so that nothing more is written."""
         self.close = weakref.finalize(self, os.close, file)

@@ -254,8 +254,8 @@ _NAMED = {
 
 
 def body_for(path: str, error: Exception) -> dict[str, Any]:
-    """Returns the body of an error in the form of the API that `path` belongs to, with its names
-    of fields."""
+    """Returns the body of an error in the form, and with the field names, of the API that `path`
+    belongs to."""
     api = next((api for api in _NAMED if path.startswith(api)), "")
     body = anthropic_body_of(error) if api == "/v1/messages" else body_of(error)
     told = body["error"]

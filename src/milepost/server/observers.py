@@ -36,7 +36,7 @@ class RequestTally:
         """Number of tokens of each choice."""
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.ended: dict[int, str] = {}
-        """Choice -> its finish reason."""
+        """Maps a choice that has ended to its finish reason."""
         self.problem = ""
         """The engine's reason for not continuing a choice."""
         self.now = arrival

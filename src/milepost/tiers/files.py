@@ -52,9 +52,9 @@ class Files:
         self.num_looked = 0
         """Number of folders scanned so far."""
         self._seen: dict[str, int] = {}
-        """Folder -> its modification time when it was last scanned."""
+        """Maps a folder to its modification time when it was last scanned."""
         self._held: dict[str, set[str]] = {}
-        """Folder -> files that were there at the last scan."""
+        """Maps a folder to the files that were there at the last scan."""
         self._undeleted: deque[FileName] = deque()
         """Files that could not be deleted, or not be opened for a moment; nobody counts them."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])

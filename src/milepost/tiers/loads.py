@@ -80,9 +80,8 @@ class Loads:
         self._size = holdings.page_size
         self._loads: dict[int, _Load] = {}
         self._offered: dict[int, tuple[_Asked, Offer]] = {}
-        """Request number -> the offer, valid until a tier changes: many requests wait, and each
-        step looks at them.
-        """
+        """Maps the number of a request to its offer, valid until a tier changes: many requests
+        wait, and each step looks at them."""
         self._num_changes = 0
 
     # --- what is offered --------------------------------------------------------------------------

@@ -29,9 +29,8 @@ class _Page:
     states: dict[bytes, tuple[Where, ...]] = field(default_factory=dict)
     """Items on this page that can be loaded once it is whole, with their places."""
     num_reaching: dict[Where, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
-    """Place -> number of this page's states there, plus the pages directly after it that are
-    reachable through it; 0 unless the page is whole.
-    """
+    """Maps a place to the number of this page's states there, plus the pages directly after it that
+    are reachable through it; 0 unless the page is whole."""
 
 
 class PageGraph:

@@ -60,9 +60,8 @@ class Stores:
         self._on_named = on_named
         self._size = cache.page_size
         self._queue: OrderedDict[bytes, int] = OrderedDict()
-        """States to store ahead of their eviction: key -> slot. Without states in slots, pages by
-        key.
-        """
+        """Maps the keys of states to store ahead of their eviction to slots. Without states in
+        slots, pages by key."""
         self._later: OrderedDict[bytes, int] = OrderedDict()
         """States to store once `_queue` is empty."""
         self._departures: list[Departure] = []

@@ -59,9 +59,8 @@ class Tier:
         """Keys of pages whose contents are not there."""
         self._items: dict[What, dict[bytes, Item]] = {"page": {}, "tail": {}, "state": {}}
         self._states_on: dict[bytes, dict[int, dict[bytes, Item]]] = {}
-        """Page or root -> position -> states that belong to it there. Any number of states may end
-        at one position, after different tokens.
-        """
+        """Maps a page or root to the states that belong to it, by position. Any number of states
+        may end at one position, after different tokens."""
         self._dependents: dict[bytes, int] = {}
         """Number of pages and states that depend on a page, which may be absent."""
         self._loose: OrderedDict[bytes, Item] = OrderedDict()
@@ -91,7 +90,7 @@ class Tier:
 
     @property
     def state_positions(self) -> Mapping[bytes, Collection[int]]:
-        """Page or root -> positions of the states that belong to it."""
+        """Maps a page or root to the positions of the states that belong to it."""
         return self._states_on
 
     # --- what comes -------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ class _BehindReasoning:
 
     @property
     def is_settled(self) -> bool:
-        """Whether they count in all the following text."""
+        """Whether stop strings count in all the text that follows."""
         return self._phase is _Phase.BEHIND
 
     def num_free(self, token_id: int, piece: str) -> int:

@@ -48,7 +48,7 @@ _FP4_GROUPS: Mapping[tuple[Any, Any, Any], Literal[16, 32]] = {
     ("nvfp4-pack-quantized", "tensor_group", 16): 16,
     ("mxfp4-pack-quantized", "group", 32): 32,
 }
-"""(format, strategy, `group_size`) -> inputs that share a scale."""
+"""Maps format, strategy and `group_size` to the number of inputs that share a scale."""
 
 
 def read_compressed(settings: Mapping[str, Any]) -> RuleSet:

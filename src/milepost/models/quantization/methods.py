@@ -39,8 +39,8 @@ _MODELOPT: Mapping[Any, LowPrecision] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
-"""`quant_algo` -> form. With four-bit weights, activations have 16 bits, whatever the checkpoint
-was made for."""
+"""Maps `quant_algo` to the form. With four-bit weights, activations have 16 bits, whatever the
+checkpoint was made for."""
 _CALIBRATION = {
     *("tokenizer", "dataset", "model_seqlen", "max_input_length", "pad_token_id", "batch_size"),
     *("cache_block_outputs", "damp_percent", "damp_auto_increment", "mse", "true_sequential"),
