@@ -21,13 +21,13 @@ from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
 from milepost.layers.parameters import ModuleScope
-from milepost.runner import acceptance, runner
-from milepost.runner.acceptance import accept_at, accept_equal
+from milepost.runner import in_flight, runner
 from milepost.runner.choice import SampledToken
+from milepost.runner.in_flight import accept_at, accept_equal
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.recording import read_records
-from milepost.runner.records import RecordRows
 from milepost.runner.replay import digest, replay
+from milepost.runner.tables import RecordRows
 from milepost.sampling_params import StructuredOutputs
 from milepost.speculative_config import SpeculativeConfig
 from tests.engine.speculating import Oracle, consult, drafting, never
@@ -490,7 +490,7 @@ def _accepts_one_more(monkeypatch):
         num = len(accept_equal(sequence, drafts, sampled))
         return list(sampled[: num + 1])
 
-    monkeypatch.setattr(acceptance, "accept_equal", wrong)
+    monkeypatch.setattr(in_flight, "accept_equal", wrong)
     monkeypatch.setattr(runner, "accept_equal", wrong)
     monkeypatch.setattr("milepost.engine.assembly.drafting.accept_equal", wrong)
 

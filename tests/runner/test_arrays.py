@@ -22,9 +22,8 @@ from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
-from milepost.runner.records import RecordRows
 from milepost.runner.staging import num_staged_bytes
-from milepost.runner.tables import HostTables
+from milepost.runner.tables import HostTables, RecordRows
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)

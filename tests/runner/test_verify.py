@@ -18,8 +18,8 @@ from milepost.models.folder import EMBEDDED_MODEL
 from milepost.models.loading import LoadOptions, load_model
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
-from milepost.runner.records import RecordRows
 from milepost.runner.runner import Runner
+from milepost.runner.tables import RecordRows
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 CPU = torch.device("cpu")

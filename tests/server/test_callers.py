@@ -19,7 +19,7 @@ from milepost.server.bodies import JsonRoute
 from milepost.server.callers import Audience, Keys
 from milepost.server.config import ServerConfig
 from milepost.server.gate import Gate
-from milepost.server.http_metrics import HttpMetrics
+from milepost.server.vllm_metrics import HttpMetrics
 from tests.server.inprocess import service
 
 SOURCE = Path(milepost.__file__).parent

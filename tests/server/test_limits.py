@@ -29,8 +29,8 @@ from milepost.server import connections, loading, stats
 from milepost.server.callers import Keys
 from milepost.server.config import ServerConfig
 from milepost.server.gate import Gate
-from milepost.server.http_metrics import HttpMetrics
 from milepost.server.run import HttpServer
+from milepost.server.vllm_metrics import HttpMetrics
 from tests.server.conftest import ENVIRONMENT, Server, get, post, serving
 from tests.server.inprocess import service
 from tests.server.test_faults import LONG

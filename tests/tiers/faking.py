@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from milepost.cache.plans import Arrival, What
 from milepost.scheduler.plans import StepPlan, Store
 from milepost.scheduler.scheduler import Scheduler
+from milepost.tiers.file_format import FileName, Finds
 from milepost.tiers.loads import Fetch
-from milepost.tiers.names import FileName, Finds
 from milepost.tiers.policy import Tiers
 from milepost.tiers.tier import Item
 from tests.fakes import EMPTY, FakeRunner

@@ -11,7 +11,7 @@ from collections import Counter
 from milepost.scheduler.request import FinishReason
 from milepost.tiers import disk as disk_module
 from milepost.tiers import files as files_module
-from milepost.tiers.names import name_of
+from milepost.tiers.file_format import name_of
 from tests.fakes import cold_answer
 from tests.tiers.faulty import Faults, FaultyTransfers, Killed, patch, spoil
 from tests.tiers.test_policy import Engine

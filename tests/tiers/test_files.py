@@ -14,9 +14,8 @@ from hashlib import blake2b
 import pytest
 
 from milepost.cache.tree import checkpoint_key
-from milepost.tiers.file_format import ALIGNMENT
+from milepost.tiers.file_format import ALIGNMENT, FileName
 from milepost.tiers.files import NUM_FOLDERS, Files
-from milepost.tiers.names import FileName
 
 IDENTITY, PARENT = b"i" * 16, b"p" * 16
 TOKENS = array("I", range(16)).tobytes()

@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 import pytest
 
+from milepost.tiers.file_format import FileName, Finds
 from milepost.tiers.holdings import Holdings, MeasuredRates, TierLimits
-from milepost.tiers.names import FileName, Finds
 from milepost.tiers.writes import Writes
 
 ROOT, SIZE, NUM_PARTS = b"r" * 16, 16, 8

@@ -31,7 +31,7 @@ from milepost.layers.weight_slots import (
     place_rows,
     place_whole,
 )
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

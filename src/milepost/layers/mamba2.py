@@ -27,7 +27,7 @@ from milepost.layers.weight_slots import (
     place_whole,
 )
 from milepost.parallel import Cut
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,9 @@ shared by all heads, R latent size, V value_dim, S split-K partials.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +28,18 @@ from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.expanded import place_expanded
+from milepost.layers.quantised.base import QuantisedMatrix
 from milepost.layers.rotary import Rotary
-from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
+from milepost.layers.weight_slots import (
+    WeightSlot,
+    WeightSlots,
+    cut_all,
+    cut_outputs,
+    fill_matrix,
+    place_whole,
+)
+from milepost.layers.weights import RawPrecision
+from milepost.parallel import Cut
 
 _NORM_EPS = 1e-6
 """Epsilon of the latents' norm, regardless of the model's epsilon."""
@@ -182,3 +193,34 @@ class MLA(nn.Module):
         self.norm_weight.fill_(1)
         fill_matrix(self.up_key, spread, generator)
         fill_matrix(self.up_value, spread, generator)
+
+
+def place_expanded(
+    name: str,
+    shape: tuple[int, int],
+    scope: ModuleScope,
+    cut: Cut,
+    store: Callable[[Tensor], object],
+) -> WeightSlots:
+    """Returns placements for the tensors of a projection that is kept in the model's dtype, since
+    other matrices are computed from it, keyed by their names within it. `store` gets its weight
+    [O, I] once all of them are there; O are the outputs that `cut` keeps."""
+    precision = scope.precision(name)
+    if isinstance(precision, RawPrecision):
+        return {"weight": cut_all(WeightSlot(shape, store), cut)}
+    path = scope.full(name)
+    matrix = precision.matrix(*shape, scope)
+    assert isinstance(matrix, QuantisedMatrix), f"{path} is raw or quantised"
+    tensors = matrix.place(torch.arange(shape[0]), path)
+    cut_outputs(tensors, matrix.axes, cut, path)
+    missing = set(tensors)
+
+    def note(part: str, place: WeightSlot, values: Tensor) -> None:
+        place.store(values)
+        missing.discard(part)
+        if not missing:
+            store(matrix.form.dequantise(scope.dtype))
+
+    return {
+        part: replace(place, store=partial(note, part, place)) for part, place in tensors.items()
+    }

@@ -14,7 +14,7 @@ from milepost.kernels.products import Epilogue
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 
 class MLP(nn.Module):

@@ -17,7 +17,7 @@ from milepost.layers.context import Context, RecurrentSpec, ShortConvSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, cut_all, fill_matrix, place_whole
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 
 class ShortConv(nn.Module):

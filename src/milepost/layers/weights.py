@@ -33,7 +33,7 @@ from milepost.layers.weight_slots import (
     place_whole,
 )
 from milepost.parallel import Axes, Cut
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 if TYPE_CHECKING:
     from milepost.layers.parameters import ModuleScope

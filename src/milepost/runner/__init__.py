@@ -3,10 +3,10 @@
 Its modules:
 
     a step                  runner, in_flight, plain, device, graphs
-    its arrays              arrays, staging, tables, records, histories
+    its arrays              arrays, staging, tables, histories
     its pictures            pictures, positions, tower_graphs
     sampling                sampling, sampler, choice
-    drafts                  acceptance, drafting, device_drafting
+    drafts                  device_drafting
     memory                  pool_shape, pools, shared, pool_sizes, zeroed
     before the first step   compiling, measuring
     recorded steps          recording, replay

@@ -35,8 +35,7 @@ from milepost.models.decoder import Decoder
 from milepost.models.many import follows_many
 from milepost.runner.pools import Pools
 from milepost.runner.positions import shifted
-from milepost.runner.records import NO_ROW, RecordRows
-from milepost.runner.tables import HostTables
+from milepost.runner.tables import NO_ROW, HostTables, RecordRows
 from milepost.scheduler.plans import SequencePlan, StepPlan
 
 _NUM_REMEMBERED = 64

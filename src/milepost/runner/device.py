@@ -33,10 +33,9 @@ from milepost.runner.graphs import Graphs, GraphSplit, SplitHere, StepOutputs, e
 from milepost.runner.in_flight import InFlightStep
 from milepost.runner.pictures import EncodedPictures, rows_of
 from milepost.runner.pools import Pools
-from milepost.runner.records import RecordRows
 from milepost.runner.sampling import SamplingRow, are_plain
 from milepost.runner.staging import Staging, num_staged_bytes
-from milepost.runner.tables import PageTables
+from milepost.runner.tables import PageTables, RecordRows
 from milepost.scheduler.plans import StepPlan
 
 _NOTHING = StepPlan(sequences=())

@@ -3,7 +3,7 @@ was captured for enough requests.
 
 Only the device knows how many drafts of the previous step were accepted. So the host lays out the
 passes as if all were, and the device moves back the positions, KV rows and ends of attention items.
-Passes work as in `drafting`, with three differences: of a request's sampling parameters only the
+Passes work as in `plain`, with three differences: of a request's sampling parameters only the
 temperature counts, a pass beyond the page table writes no KV, and attention reads the first row
 like any other.
 

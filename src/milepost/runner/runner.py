@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from milepost.cache.memory import ZERO_SLOT
-from milepost.runner.acceptance import Accept, accept_equal
 from milepost.runner.choice import PromptScores, SampledToken
 from milepost.runner.histories import Histories
-from milepost.runner.in_flight import InFlightStep
+from milepost.runner.in_flight import Accept, InFlightStep, accept_equal
 from milepost.runner.pictures import EncodedPictures, PicturePixels
 from milepost.runner.pools import Pools
 from milepost.runner.recording import Log, PictureRecord, PoolRelease, Record, Rollback

@@ -9,7 +9,7 @@
     its interpretation       messages, images, forms, parameters
     towards the engine       service, generation, observers
     the response             answers, stream, logprobs, errors, transfer
-    metrics                  metrics, vllm_metrics, http_metrics
+    metrics                  metrics, vllm_metrics
     traces                   tracing, spans
     files of requests        batch
 """

@@ -25,8 +25,8 @@ from milepost.server.callers import Keys, check_site, header
 from milepost.server.config import ServerConfig
 from milepost.server.connections import Incoming
 from milepost.server.errors import ClientGoneError, HttpError, body_for, message_of, response_of
-from milepost.server.http_metrics import HttpMetrics
 from milepost.server.tracing import TraceContext
+from milepost.server.vllm_metrics import HttpMetrics
 
 if TYPE_CHECKING:
     from milepost.server.spans import Tracing

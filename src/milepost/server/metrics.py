@@ -2,7 +2,7 @@
 
 Names are vLLM's where the meaning is the same, with the prefix `milepost:`; `vllm_metrics.py`
 adds the labels, and repeats those under vLLM's own prefix. HTTP requests are counted in
-`http_metrics.py`. Memory, CPU time and file descriptors of both processes have the prefixes
+`HttpMetrics` there. Memory, CPU time and file descriptors of both processes have the prefixes
 `process_` and `milepost_engine_process_`.
 """
 
@@ -29,8 +29,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from milepost.engine.metrics import TEXTS, Metric
-from milepost.server.http_metrics import HttpMetrics
-from milepost.server.vllm_metrics import ExposedMetrics
+from milepost.server.vllm_metrics import ExposedMetrics, HttpMetrics
 
 C = TypeVar("C", bound=Collector)
 

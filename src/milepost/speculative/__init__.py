@@ -1,10 +1,10 @@
 """Proposes draft tokens for running requests, and decides how many of them to verify.
 
 Callers import from here. The package runs on the host only and needs no torch. Drafts of the
-model's own head, which runs after a step (`runner.drafting`), come in through `HeadDrafter`.
+model's own head, which runs after a step (`runner.plain`), come in through `HeadDrafter`.
 
 Drafts never change an answer: a draft is accepted only if it is the very token that would have been
-sampled (`runner.acceptance`).
+sampled (`runner.in_flight`).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from milepost.tiers.arena import Arena
+from milepost.tiers.file_format import FileName, name_of
 from milepost.tiers.files import Files
 from milepost.tiers.finding import FileFinder
 from milepost.tiers.loads import Fetch
-from milepost.tiers.names import FileName, name_of
 from milepost.tiers.orders import OnDisk, SendTierCommand
 from milepost.tiers.policy import Tiers
 from milepost.tiers.threads import Outcomes, Threads

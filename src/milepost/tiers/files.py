@@ -23,8 +23,7 @@ from secrets import token_hex
 from typing import TypeVar
 
 from milepost.cache.plans import What
-from milepost.tiers.file_format import KINDS, BadFileError, head_of, read_file, read_head
-from milepost.tiers.names import FileName
+from milepost.tiers.file_format import KINDS, BadFileError, FileName, head_of, read_file, read_head
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from math import ceil
 
+from milepost.tiers.file_format import FileName, Finds, News
 from milepost.tiers.files import NUM_FOLDERS, Files
-from milepost.tiers.names import FileName, Finds, News
 from milepost.tiers.policy import Tiers
 from milepost.tiers.threads import Outcomes, Threads
 

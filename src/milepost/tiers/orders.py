@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from milepost.cache.plans import What
-from milepost.tiers.names import FileName
+from milepost.tiers.file_format import FileName
 
 ItemRun = tuple[What, int, int, int, tuple[int, ...]]
 """A run of items to copy: kind, first place in the target, first place in the source, number; and

@@ -18,8 +18,8 @@ from itertools import islice
 from milepost.cache import Cache
 from milepost.cache.events import Cleared, Departure, Event, PagesCached, Where
 from milepost.cache.plans import What
+from milepost.tiers.file_format import FileName, name_of
 from milepost.tiers.holdings import Holdings, ready
-from milepost.tiers.names import FileName, name_of
 from milepost.tiers.page_graph import PageGraph
 from milepost.tiers.tier import Item
 

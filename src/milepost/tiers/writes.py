@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from milepost.tiers.file_format import FileName, name_of
 from milepost.tiers.holdings import Holdings, ready
-from milepost.tiers.names import FileName, name_of
 from milepost.tiers.tier import Item
 
 MAX_UNWRITTEN = 4096

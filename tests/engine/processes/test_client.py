@@ -15,8 +15,7 @@ from milepost.engine.loop.core import Engine
 from milepost.engine.outputs import Output
 from milepost.engine.processes import starting
 from milepost.engine.processes.client import EngineClient
-from milepost.engine.processes.questions import WATCHES
-from milepost.engine.processes.stream import Stream
+from milepost.engine.processes.stream import WATCHES, Stream
 from milepost.engine.prompts import Prompt
 from milepost.errors import (
     ConfigError,

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.context import LayerSpec, RecurrentSpec
-from milepost.runner.acceptance import Accept, accept_at, accept_equal
+from milepost.runner.in_flight import Accept, accept_at, accept_equal
 from milepost.scheduler.scheduler import Scheduler
 from milepost.speculative import HeadDrafter, Speculation, drafter_of, policy_of
 from milepost.speculative_config import SpeculativeConfig

@@ -3,7 +3,7 @@ Its modules:
 
     the engine's process        engine, compiling
     messages                    wire, pixels
-    the client                  client, questions, starting, loading, stream
+    the client                  client, starting, loading, stream
     a further rank              rank
 """
 

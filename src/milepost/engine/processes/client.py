@@ -16,9 +16,8 @@ from milepost.config import EngineConfig
 from milepost.engine.metrics import Metric
 from milepost.engine.processes import wire
 from milepost.engine.processes.pixels import SentPixels
-from milepost.engine.processes.questions import Questions
 from milepost.engine.processes.starting import EngineProcess
-from milepost.engine.processes.stream import Stream
+from milepost.engine.processes.stream import Questions, Stream
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import Limits, validate
 from milepost.errors import (

@@ -1,4 +1,5 @@
-"""The stream of one caller: the outputs of its prompts, as they come from the engine process.
+"""Whatever callers wait for: a stream of the outputs of prompts, as they come from the engine's
+process, and answers to questions.
 
 Outputs that have arrived and were not read yet are joined, so a slow reader takes no more memory
 than its completions are long. On request they are kept step by step instead.
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from milepost.engine.outputs import CompletionOutput, Delta, Output, RequestOutput
+from milepost.engine.processes.wire import Ask, Question, Reply
 from milepost.engine.prompts import Prompt
 from milepost.errors import MilepostError
 
@@ -191,3 +193,60 @@ def _joined_delta(first: Delta, second: Delta) -> Delta:
         num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
         num_accepted_tokens=first.num_accepted_tokens + second.num_accepted_tokens,
     )
+
+
+WATCHES = 4
+"""Number of times per `step_timeout_s` that the engine is asked for a sign of life."""
+
+
+class Questions:
+    """Sends questions to the engine's process with `send`, and waits for the answers."""
+
+    def __init__(self, send: Callable[[Ask], None]) -> None:
+        self._send = send
+        self._num_asked = 0
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._has_heard = False
+
+    def send(self, what: Question) -> int:
+        """Asks without waiting for the answer. Returns the question's id."""
+        self._num_asked += 1
+        self._send(Ask(id=self._num_asked, what=what))
+        return self._num_asked
+
+    async def ask(self, what: Question) -> Reply:
+        """Sends a question and returns the answer. Raises the error passed to `fail` meanwhile."""
+        id_ = self.send(what)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[id_] = future
+        try:
+            return await future
+        finally:
+            self._waiting.pop(id_, None)
+
+    def answer(self, reply: Reply) -> None:
+        """Takes an answer that has arrived."""
+        future = self._waiting.get(reply.id)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def fail(self, error: MilepostError) -> None:
+        """Ends every question that has no answer with an error."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def note_life(self) -> None:
+        """Records that the engine has sent something."""
+        self._has_heard = True
+
+    async def until_silent_for(self, limit_s: float) -> None:
+        """Returns once the engine has sent nothing for this long, although it was asked. Questions
+        are answered between steps. Only whole waits count as silence, since time in which this
+        process slept too is no sign of a hang."""
+        num_silent = 0
+        while num_silent < WATCHES:
+            self._has_heard = False
+            self.send("alive")
+            await asyncio.sleep(limit_s / WATCHES)
+            num_silent = 0 if self._has_heard else num_silent + 1

@@ -20,7 +20,7 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, cut_inputs, cut_outputs
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes, Cut
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 
 def empty(scope: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -44,7 +44,7 @@ from milepost.layers.weight_slots import (
 )
 from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
-from milepost.parallel.cut import join
+from milepost.parallel.ranks import join
 
 _FILLED_AT_ONCE = 2**26
 """Dummy values filled per launch: more than one expert has, as thousands of experts would each take
