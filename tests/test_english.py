@@ -19,7 +19,7 @@ DONE = (
     *("disaggregation", "kv_events", "simulator", "tiers"),
     *("annexes.py", "checks.py", "config.py", "demo.py", "errors.py", "frames.py"),
     *("image_config.py", "pictures.py"),
-    *("kv_events_config.py", "kv_transfer_config.py", "kv_transfer_params.py"),
+    *("kv_config.py", "kv_transfer_params.py"),
     *("sampling_params.py", "speculative_config.py"),
 )
 """Packages and modules whose sentences are checked. The list grows until it names them all."""

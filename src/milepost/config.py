@@ -15,8 +15,7 @@ from milepost.cache.placement import Mode
 from milepost.cache.tree import HYBRID, grid_of
 from milepost.checks import check_types, decode_floats, json_text, read_json, require
 from milepost.image_config import ImageConfig
-from milepost.kv_events_config import KVEventsConfig
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVEventsConfig, KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig, read_speculative_config
 
 DType = Literal["auto", "float32", "float64", "bfloat16", "float16"]

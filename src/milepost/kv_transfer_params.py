@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.errors import InvalidRequestError
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 
 MAX_CHARS = 256
 """Most characters in a text field."""

@@ -11,8 +11,7 @@ from milepost.cli.main import main
 from milepost.cli.simulate_settings import Settings
 from milepost.config import EngineConfig
 from milepost.engine.outputs import CompletionOutput, RequestOutput
-from milepost.kv_events_config import KVEventsConfig
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVEventsConfig, KVTransferConfig
 from milepost.load.drive import DriveConfig
 from milepost.load.workloads import WorkloadConfig
 from milepost.sampling_params import SamplingParams, StructuredOutputs

@@ -22,7 +22,7 @@ from milepost.disaggregation.messages import (
 from milepost.disaggregation.peers import IDLE_S, Peer
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from tests.disaggregation.fleet import connector_of, open_engine, running
 from tests.disaggregation.storm import Storm, held_by_nixl, open_storm, resources
 from tests.engines import greedy, tokens

@@ -23,7 +23,7 @@ from milepost.disaggregation.messages import (
     Welcome,
 )
 from milepost.errors import InvalidRequestError
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from tests.disaggregation import fuzz
 from tests.disaggregation.fleet import PREFILL, connector_of, open_engine, running
 from tests.disaggregation.hostile import BROKEN_TEXT, DEEP, Liar

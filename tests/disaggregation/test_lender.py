@@ -31,7 +31,7 @@ from milepost.disaggregation.messages import (
     Released,
     Welcome,
 )
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from tests.disaggregation.test_faults import hello
 from tests.pictured_texts import LENGTHS, picture
 

@@ -11,7 +11,7 @@ import zmq
 from milepost.disaggregation import peers as peers_module
 from milepost.disaggregation.peers import SPARE_S, Peers
 from milepost.disaggregation.transport import TransferError
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from milepost.zeromq import received_from
 from tests.disaggregation.test_faults import hello
 

@@ -18,7 +18,7 @@ from milepost.disaggregation.messages import Layout, MemoryRows
 from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.disaggregation.sockets import Sockets
 from milepost.disaggregation.transport import TransferError
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 from tests.waiting import until
 
 NUM_PAGES, NUM_SLOTS = 5, 2

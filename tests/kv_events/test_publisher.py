@@ -15,9 +15,9 @@ from milepost.cache import Cache
 from milepost.cache.placement import Kind
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
+from milepost.kv_config import KVEventsConfig
 from milepost.kv_events import EventPublisher, MessageWriter
 from milepost.kv_events import messages as told
-from milepost.kv_events_config import KVEventsConfig
 from milepost.pictures import Picture
 from tests.follower import Follower
 from tests.kv_events.router import Router

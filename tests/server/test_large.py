@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from milepost.server import bodies
+from milepost.server.bodies import LargeWork, size_of
 from milepost.server.config import ServerConfig
-from milepost.server.large import LargeWork, size_of
 from milepost.server.parts import Message
 from tests.server.inprocess import answered
 

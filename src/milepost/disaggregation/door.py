@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from milepost.logs import shown
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from milepost.disaggregation.transport import Transport, make
 from milepost.engine.loop import Completion, RequestGroup
 from milepost.engine.metrics import Metric
 from milepost.engine.off_device import AskRanks, Fence, OffDevice
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 from milepost.kv_transfer_params import Remote
 from milepost.runner.pools import Pools
 from milepost.runner.runner import Runner

@@ -41,7 +41,7 @@ from milepost.disaggregation.messages import (
     misfit,
 )
 from milepost.errors import ConfigError
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from milepost.zeromq import between_engines, received_from
 
 logger = logging.getLogger(__name__)

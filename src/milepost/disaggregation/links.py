@@ -32,7 +32,7 @@ from milepost.disaggregation.peers import Peers
 from milepost.disaggregation.pulls import Pull, Pulls
 from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.errors import ConfigError
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from milepost.kv_transfer_params import Remote
 
 ALIVE_S = 1.0

@@ -32,7 +32,7 @@ from milepost.disaggregation.messages import (
     endpoint,
 )
 from milepost.disaggregation.transport import TransferError, Transport
-from milepost.kv_transfer_config import PeerNetworks
+from milepost.kv_config import PeerNetworks
 from milepost.zeromq import close, connected, received
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from milepost.disaggregation.registered_pools import PieceViews, RegisteredMemor
 from milepost.disaggregation.socket_reading import SocketReading, fill, seconds_left
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from milepost.disaggregation.messages import Layout
 from milepost.disaggregation.registered_pools import RegisteredMemory
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 
 LOOK_S = (50e-6, 1e-3)
 """Shortest and longest time between two polls of transfers. Transfers that have taken long are

@@ -17,8 +17,7 @@ from milepost.config import (
     LoadFormat,
 )
 from milepost.engine.vllm_names import own_options, refuse_unknown
-from milepost.kv_events_config import KVEventsConfig
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVEventsConfig, KVTransferConfig
 from milepost.speculative_config import SpeculativeConfig
 
 Json = Mapping[str, Any] | str

@@ -16,7 +16,7 @@ import numpy as np
 from milepost.config import EngineConfig
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidPromptError, InvalidRequestError
-from milepost.kv_transfer_config import KVTransferConfig
+from milepost.kv_config import KVTransferConfig
 from milepost.kv_transfer_params import check_exchange, read
 from milepost.pictures import check_pictures
 from milepost.sampling_params import SamplingParams

@@ -22,8 +22,8 @@ import zmq
 from milepost.cache.events import Event
 from milepost.engine.off_device import OffDevice
 from milepost.errors import ConfigError
+from milepost.kv_config import KVEventsConfig
 from milepost.kv_events.messages import MessageWriter
-from milepost.kv_events_config import KVEventsConfig
 from milepost.scheduler.outside import Outside
 from milepost.zeromq import bound, received
 

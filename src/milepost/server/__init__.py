@@ -5,7 +5,7 @@
     paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, lingering, gate, callers
-    a request's body         bodies, json_text, large, fields, protocol, parts, tools, unknown
+    a request's body         bodies, json_text, fields, protocol, parts, tools, unknown
     its interpretation       messages, images, forms, parameters
     towards the engine       service, generation, observers
     the response             answers, stream, logprobs, errors, transfer

@@ -21,14 +21,13 @@ from milepost.errors import MilepostError, ServerClosingError
 from milepost.server import api_docs, app, errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.bodies import JsonRoute
+from milepost.server.bodies import JsonRoute, size_of
 from milepost.server.callers import Audience, Keys, admit, for_clients
 from milepost.server.chat import chat
 from milepost.server.completions import complete
 from milepost.server.config import ServerConfig, read_keys
 from milepost.server.errors import HttpError, body_for
 from milepost.server.gate import Gate, with_cors
-from milepost.server.large import size_of
 from milepost.server.loading import load
 from milepost.server.protocol import ChatRequest, CompletionRequest, Invocation, field_names
 from milepost.server.responses import endpoint as responses

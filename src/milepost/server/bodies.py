@@ -5,13 +5,14 @@ The memory that a body takes depends on the number of its values rather than on 
 list takes three bytes of text and seventy of memory. So the values are first counted in the text,
 in a pass of milliseconds that stores nothing, and a body with more values than any request needs is
 refused. Other bodies take, with the objects made from them, at most ten times their size and a few
-megabytes. Large bodies are read in a thread (`large`).
+megabytes. Large bodies are read in a thread (`LargeWork`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from email.message import Message
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from milepost.engine.text import MAX_SHORT, Lane
 from milepost.server.callers import GuardedRoute
 from milepost.server.errors import ClientGoneError, HttpError
 from milepost.server.json_text import read_json
@@ -136,3 +138,39 @@ def _counts_outside_strings(body: bytes) -> list[int]:
         for kind, (signs, _, _) in enumerate(_KINDS):
             counts[kind] += sum(int(np.count_nonzero(outside == sign)) for sign in signs)
     return counts
+
+
+T = TypeVar("T")
+
+_PART_SIZE = 256
+"""Size of a message or a part besides its text, in characters that take as long to read."""
+
+
+class LargeWork:
+    """Runs work on large requests in a thread of the server, so that the event loop can answer
+    others meanwhile. `close` it at the end.
+
+    Such work is made of calls that hold the interpreter lock, tens of milliseconds each. One thread
+    does all of it: several would have the loop wait for several of these calls in a row.
+    """
+
+    def __init__(self) -> None:
+        self._lane = Lane("large-requests")
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Returns the result of `work`: at once if its size in characters is small, otherwise in
+        the thread, after work that is smaller and came earlier."""
+        return work() if size <= MAX_SHORT else await self._lane.run(work, size)
+
+    def close(self) -> None:
+        """Starts no further work."""
+        self._lane.close()
+
+
+def size_of(messages: Sequence[Any] | None) -> int:
+    """Returns the size of work on each message and part of a conversation, whatever their text."""
+    count = 0
+    for message in messages or ():
+        content = getattr(message, "content", None)
+        count += 1 + (len(content) if isinstance(content, list) else 0)
+    return _PART_SIZE * count

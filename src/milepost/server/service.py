@@ -29,10 +29,10 @@ from milepost.errors import (
     ServerClosingError,
 )
 from milepost.sampling_params import SamplingParams
+from milepost.server.bodies import LargeWork, size_of
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
 from milepost.server.images import ChatImages, put_in
-from milepost.server.large import LargeWork, size_of
 from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import check_template_kwargs, for_template, variables_of
 from milepost.server.metrics import RequestMetrics

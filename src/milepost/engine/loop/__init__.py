@@ -1,7 +1,7 @@
 """The step loop: requests in, plans to the runner, tokens back to the answers.
 Its modules:
 
-    a step                      core, intake, completions, pipeline, failure
+    a step                      core, completions, pipeline, failure
     a request                   group, completion, pixels
     outside the device          tiering
     one thread for an engine    thread

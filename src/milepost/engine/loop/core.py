@@ -1,6 +1,6 @@
 """The step loop: requests in, outputs out, one `step` at a time.
 
-Connects new request groups (`intake`), the steps that the scheduler plans and the runner runs
+Connects new request groups (`group`), the steps that the scheduler plans and the runner runs
 (`pipeline`), the running completions (`completions`) and memory outside the device (`off_device`).
 Single-threaded; the caller runs `step` while `has_work`.
 """
@@ -18,8 +18,7 @@ from milepost.engine.constraints import CompiledForm
 from milepost.engine.loop.completion import Completion
 from milepost.engine.loop.completions import RunningCompletions
 from milepost.engine.loop.failure import FailureLatch
-from milepost.engine.loop.group import RequestGroup
-from milepost.engine.loop.intake import Intake
+from milepost.engine.loop.group import Intake, RequestGroup
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.pixels import PixelStore
 from milepost.engine.loop.tiering import close_off_device, open_off_device

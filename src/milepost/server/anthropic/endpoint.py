@@ -18,9 +18,9 @@ from milepost.server import conversation
 from milepost.server.answers import AnswerBlock, Blocks, Step
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from milepost.server.bodies import size_of
 from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of
-from milepost.server.large import size_of
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
 from milepost.server.stream import named_event, send

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.server import conversation, transfer
+from milepost.server.bodies import size_of
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError
-from milepost.server.large import size_of
 from milepost.server.responses.convert import Converted, items_of, to_chat
 from milepost.server.responses.protocol import ITEM, ItemReference, ResponseItem, ResponsesRequest
 from milepost.server.responses.writer import Writer
