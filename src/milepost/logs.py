@@ -45,7 +45,7 @@ class LogSetup:
 
     @staticmethod
     def of_words(words: Sequence[str]) -> LogSetup | None:
-        """Returns the setup that `words` returned as words; None for no words."""
+        """Reads a setup from the words that `words` returned; None for no words."""
         if len(words) != 3:
             return None
         form: LogFormat = "json" if words[0] == "json" else "text"

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<16sI")
 HEAD_S = 5.0
-"""A connection that has not sent its request after this long is closed."""
+"""Seconds after which a connection that has not sent its request is closed."""
 REST_S = 0.1
 """Pause between two attempts to accept a connection when files or memory are short."""
 MAX_READERS = 256

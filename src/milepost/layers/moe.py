@@ -51,7 +51,7 @@ class ExpertShapes:
     limit: float = 0.0
     """Limit of the routed experts' activations: see `norm.silu_mul`. 0 if there is none."""
     shared_limit: float = 0.0
-    """Likewise for the shared expert."""
+    """Limit of the shared expert's activations; 0 if there is none."""
 
     @property
     def num_joint(self) -> int:

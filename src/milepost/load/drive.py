@@ -27,7 +27,7 @@ class DriveConfig:
     base_url: str = "http://127.0.0.1:8000"
     """The server, with or without /v1."""
     api_key: str | None = None
-    """Sent as a bearer token."""
+    """Key that is sent as a bearer token."""
     served_model: str | None = None
     """Name of the model; by default the first that the server lists."""
     concurrency: int = 16

@@ -185,7 +185,7 @@ def shapes_of(whole: PreTrainedConfig, settings: Iterable[str], **others: Any) -
 
 
 def size_of(config: PreTrainedConfig, name: str, most: int) -> int:
-    """Returns a whole number; two equal ones stand for one."""
+    """Returns a setting that is a whole number, or a list of two equal ones."""
     value: Any = getattr(config, name, None)
     if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
         value = value[0]

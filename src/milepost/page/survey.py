@@ -52,10 +52,10 @@ class PageRun:
     num_strays: int
     """Number of pages at its end that no checkpoint can reach."""
     checkpoints: list[CheckpointView]
-    """At most `MAX_CHECKPOINTS` of them, the deepest first."""
+    """At most `MAX_CHECKPOINTS` of its checkpoints, the deepest first."""
     num_checkpoints: int
     num_others: int = 0
-    """Runs below it that are not listed."""
+    """Number of runs below it that are not listed."""
     other_pages: int = 0
     other_checkpoints: int = 0
 

@@ -65,11 +65,11 @@ class Hosts(Protocol):
         ...
 
     def least(self, value: int) -> int:
-        """See `Link.least`."""
+        """Returns the least of all ranks' values: see `Link.least`."""
         ...
 
     def gather(self, body: bytes) -> list[bytes]:
-        """See `Link.gather`."""
+        """Returns the bytes from each rank: see `Link.gather`."""
         ...
 
 
@@ -138,8 +138,8 @@ class GpuLink:
 
     @property
     def order(self) -> str:
-        """See `Link.order`. The kernels add to the residual stream before they round, and norm with
-        fewer threads."""
+        """Names how sums are made: the kernels add to the residual stream before they round, and
+        norm with fewer threads."""
         return "by kernels" if any(self._mails.values()) else "gathered"
 
     def least(self, value: int) -> int:
