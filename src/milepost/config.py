@@ -176,7 +176,7 @@ class EngineConfig(ImageConfig):
     def kv_exchange(self) -> KVTransferConfig | None:
         """Settings of the KV exchange with other engines, or None if no peers are listed."""
         wanted = self.kv_transfer_config
-        return wanted if wanted is not None and wanted.peers else None
+        return wanted if wanted is not None and wanted.exchange.peers else None
 
     def _check_values(self) -> None:
         """Checks each value by itself."""

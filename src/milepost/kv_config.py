@@ -7,25 +7,13 @@ Nothing here reads files, the environment or torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Literal
 
 from milepost.checks import check_choice
 from milepost.errors import ConfigError
-
-_EXTRA: Mapping[str, Any] = {
-    "peers": (),
-    "transport": "nixl",
-    "backends": ("UCX",),
-    "lease_s": 30.0,
-    "lend_share": 0.75,
-    "timeout_s": 30.0,
-    "max_transfers": 8,
-}
-"""Fields that `kv_connector_extra_config` may set, with their defaults."""
-
 
 MOST = 86_400
 """Upper limit of a numeric setting: a day, for those in seconds."""
@@ -79,6 +67,55 @@ def _network(given: object) -> IPv4Network | IPv6Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSettings:
+    """Settings of KV transfers that are ours, as `kv_connector_extra_config`. Raises
+    ConfigError."""
+
+    peers: PeerNetworks = PeerNetworks()
+    """Addresses and networks of the engines to exchange with, or `any`; without peers, nothing is
+    exchanged."""
+    transport: str = "nixl"
+    """`nixl`, or `socket` for main memory on machines without NIXL."""
+    backends: Sequence[str] = ("UCX",)
+    """NIXL's backends."""
+    lease_s: float = 30.0
+    """How long prefilled KV is kept for a reader that sends no heartbeat."""
+    lend_share: float = 0.75
+    """Share of the cache that may be lent at a time."""
+    timeout_s: float = 30.0
+    """Limit for an answer or a transfer."""
+    max_transfers: int = 8
+    """How many requests may wait for a transfer."""
+
+    @staticmethod
+    def read(given: object) -> ExchangeSettings:
+        """Reads the settings from a mapping. Raises ConfigError."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"kv_connector_extra_config={given!r}: use a JSON object")
+        names = [each.name for each in fields(ExchangeSettings)]
+        for name in given:
+            if name not in names:
+                raise ConfigError(
+                    f"kv_connector_extra_config: unknown field {name!r}: use {', '.join(names)}"
+                )
+        peers = PeerNetworks.read(given.get("peers", ()))
+        return ExchangeSettings(**{**given, "peers": peers})
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "lend_share", "timeout_s", "max_transfers"):
+            value = getattr(self, name)
+            if not _is_positive(value):
+                raise ConfigError(f"{name}={value!r}: use more than 0, and {MOST} at most")
+        check_choice("transport", self.transport, ("nixl", "socket"))
+        if self.lend_share > 1:
+            raise ConfigError(f"lend_share={self.lend_share}: use 1 or less")
+        if not isinstance(self.max_transfers, int):
+            raise ConfigError(f"max_transfers={self.max_transfers!r}: use a whole number")
+        if not isinstance(self.backends, list | tuple) or not self.backends:
+            raise ConfigError(f"backends={self.backends!r}: use a list of names")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
     """Settings of KV transfers. Raises ConfigError. Each engine plays both roles, and each request
     says which it needs; `kv_role` is only accepted for compatibility with vLLM's command lines.
@@ -97,12 +134,7 @@ class KVTransferConfig:
     kv_load_failure_policy: str = "recompute"
     """Policy for KV that cannot be loaded: always `recompute`."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """`peers`: addresses and networks of the engines to exchange with, or `any`; without peers,
-    nothing is exchanged. `transport`: `nixl`, or `socket` for main memory on machines without NIXL.
-    `backends`: NIXL's backends. `lease_s`: how long prefilled KV is kept for a reader that sends no
-    heartbeat. `lend_share`: share of the cache that may be lent at a time. `timeout_s`: limit for
-    an answer or a transfer. `max_transfers`: how many requests may wait for a transfer.
-    """
+    """Our own settings: the fields of `ExchangeSettings`."""
     kv_buffer_device: str | None = None
     """Accepted for compatibility; it has no effect."""
     kv_buffer_size: float | None = None
@@ -120,60 +152,12 @@ class KVTransferConfig:
             raise ConfigError(f"kv_port={self.kv_port!r}: use 0 to 65535")
         if self.kv_parallel_size != 1:
             raise ConfigError(f"kv_parallel_size={self.kv_parallel_size!r}: leave it out")
-        self._check_extra()
-
-    def _check_extra(self) -> None:
-        extra = self.kv_connector_extra_config
-        if not isinstance(extra, Mapping):
-            raise ConfigError(f"kv_connector_extra_config={extra!r}: use a JSON object")
-        for name, value in extra.items():
-            if name not in _EXTRA:
-                raise ConfigError(
-                    f"kv_connector_extra_config: unknown field {name!r}: use {', '.join(_EXTRA)}"
-                )
-            if isinstance(_EXTRA[name], float | int) and not _is_positive(value):
-                raise ConfigError(f"{name}={value!r}: use more than 0, and {MOST} at most")
-        _ = self.peers
-        check_choice("transport", self.transport, ("nixl", "socket"))
-        if self.lend_share > 1:
-            raise ConfigError(f"lend_share={self.lend_share}: use 1 or less")
-        if not isinstance(self._extra("max_transfers"), int):
-            raise ConfigError(f"max_transfers={self._extra('max_transfers')!r}: use a whole number")
-        backends = self._extra("backends")
-        if not isinstance(backends, list | tuple) or not backends:
-            raise ConfigError(f"backends={backends!r}: use a list of names")
-
-    def _extra(self, name: str) -> Any:
-        return self.kv_connector_extra_config.get(name, _EXTRA[name])
+        _ = self.exchange
 
     @property
-    def peers(self) -> PeerNetworks:
-        """The engines to exchange with. Raises ConfigError."""
-        return PeerNetworks.read(self._extra("peers"))
-
-    @property
-    def transport(self) -> str:
-        return str(self._extra("transport"))
-
-    @property
-    def backends(self) -> list[str]:
-        return [str(name) for name in self._extra("backends")]
-
-    @property
-    def lease_s(self) -> float:
-        return float(self._extra("lease_s"))
-
-    @property
-    def lend_share(self) -> float:
-        return float(self._extra("lend_share"))
-
-    @property
-    def timeout_s(self) -> float:
-        return float(self._extra("timeout_s"))
-
-    @property
-    def max_transfers(self) -> int:
-        return int(self._extra("max_transfers"))
+    def exchange(self) -> ExchangeSettings:
+        """Our own settings. Raises ConfigError."""
+        return ExchangeSettings.read(self.kv_connector_extra_config)
 
 
 def _is_positive(value: object) -> bool:

@@ -95,12 +95,13 @@ def check_exchange(wish: TransferWish, config: KVTransferConfig | None) -> None:
             "kv_transfer_params: this engine exchanges nothing with others: start it with "
             "--kv-transfer-config"
         )
-    if not config.peers:
+    peers = config.exchange.peers
+    if not peers:
         raise InvalidRequestError(
             "kv_transfer_params: this engine exchanges nothing with others: list their addresses "
             "or networks in --kv-transfer-config, as kv_connector_extra_config.peers"
         )
-    if wish.remote is not None and wish.remote.host not in config.peers:
+    if wish.remote is not None and wish.remote.host not in peers:
         raise InvalidRequestError(
             f"kv_transfer_params: remote_host={wish.remote.host!r}: that is the address of none of "
             "this engine's peers (kv_connector_extra_config.peers of --kv-transfer-config)"

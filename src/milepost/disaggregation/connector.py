@@ -64,6 +64,7 @@ class Connector:
         assert isinstance(cache, Cache), "comparisons lend nothing"
         self.engine_id, self._transport = access.engine_id, access.transport
         config = access.config
+        exchange = config.exchange
         hello = Hello(
             version=VERSION,
             identity=cache.identity,
@@ -77,8 +78,8 @@ class Connector:
         self.lending = Lending(
             cache,
             self._transport,
-            Leases(config.lease_s, clock),
-            most=config.lend_share,
+            Leases(exchange.lease_s, clock),
+            most=exchange.lend_share,
             fence=fence,
         )
         self.leases = self.lending.leases
@@ -86,9 +87,9 @@ class Connector:
             hello,
             self._transport,
             self.leases,
-            peers=config.peers,
-            timeout_s=config.timeout_s,
-            lease_s=config.lease_s,
+            peers=exchange.peers,
+            timeout_s=exchange.timeout_s,
+            lease_s=exchange.lease_s,
             clock=clock,
             ring=ring,
         )
@@ -111,7 +112,7 @@ class Connector:
         self.read_s = 0.0
         """Time of the reads alone, which is part of `fetch_s`."""
         scheduler.outside.add_source(self)
-        scheduler.outside.max_loading = config.max_transfers
+        scheduler.outside.max_loading = exchange.max_transfers
 
     # --- requests that go on from elsewhere -------------------------------------------------------
 

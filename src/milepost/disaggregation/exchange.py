@@ -169,7 +169,7 @@ class Access:
         ask: AskRanks | None,
     ) -> Exchange:
         """Opens the exchange; see `PoolAccess`. Raises ConfigError."""
-        if self.config.peers.are_any:
+        if self.config.exchange.peers.are_any:
             logger.warning(
                 "kv_transfer_config takes any peer: whoever sends requests with kv_transfer_params "
                 "names engines that this one connects to and caches the KV of, and whoever reaches "

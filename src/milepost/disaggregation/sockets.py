@@ -63,7 +63,7 @@ class Sockets:
         if memory.device is not None:
             raise ConfigError("transport='socket' reads main memory only: use nixl")
         self._pieces = PieceViews(memory.layout)
-        self._peers, self._timeout_s = config.peers, config.timeout_s
+        self._peers, self._timeout_s = config.exchange.peers, config.exchange.timeout_s
         self._listening = _listening(config.kv_ip)
         self._lock = threading.Lock()
         self._lent: dict[bytes, _Lent] = {}

@@ -84,10 +84,10 @@ class TransferError(Exception):
 
 def make(config: KVTransferConfig, memory: RegisteredMemory, name: str) -> Transport:
     """Returns the configured transport; `name` is unique among engines. Raises ConfigError."""
-    if config.transport == "nixl":
+    if config.exchange.transport == "nixl":
         from milepost.disaggregation.nixl import Nixl
 
-        return Nixl(memory, name, config.backends)
+        return Nixl(memory, name, list(config.exchange.backends))
     from milepost.disaggregation.sockets import Sockets
 
     return Sockets(memory, config)

@@ -144,7 +144,7 @@ def _check_settings(config: EngineConfig, folder: Path) -> None:
     if config.kv_cache_dtype == "auto":
         has_fp8_kv(whole)
     sampling_defaults(folder, config.generation_config)
-    if config.kv_transfer_config is not None and not config.kv_transfer_config.peers:
+    if config.kv_transfer_config is not None and not config.kv_transfer_config.exchange.peers:
         logger.warning(
             "kv_transfer_config lists no peers, so nothing is exchanged: add their addresses or "
             'networks, as in "kv_connector_extra_config": {"peers": ["10.0.0.0/24"]}'
