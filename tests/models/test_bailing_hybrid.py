@@ -3,6 +3,7 @@ transformers: logits of whatever a prefill or an answer resumes from; and its he
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from milepost.errors import UnsupportedModelError, WeightsError
 from milepost.models import LoadOptions, load_model
+from milepost.models.architectures.bailing_hybrid import ARCHITECTURES, BailingHybridConfig
+from milepost.models.names import read_settings
 from tests.checkpoints import build, save
 from tests.engines import (
     VOCAB_SIZE,
@@ -134,6 +137,21 @@ def test_a_page_holds_latents_alone(tmp_path):
     llm = open_llm(tmp_path, page_size=16, num_slots=8)
     pools = llm.llm_engine.runner.executor._pools
     assert pools.all_kv.shape[1:] == (3, 1, 16, 1, 30)
+
+
+def test_the_configuration_without_transformers_own_builds_the_same_model(tmp_path):
+    """For releases that have no class: what is read of the settings is all there."""
+    save("bailing_hybrid", tmp_path)
+    expected, config = load_model(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    settings = read_settings(raw, {}, ARCHITECTURES[0], BailingHybridConfig)
+    older = BailingHybridConfig.from_dict(settings)
+    outline = ARCHITECTURES[0].decoder(older, expected.scope.root(), is_tied=False, has_head=True)
+    ours = ARCHITECTURES[0].decoder(config, expected.scope.root(), is_tied=False, has_head=True)
+    shapes = {name: each.shape for name, each in ours.named_parameters()}
+    assert {name: each.shape for name, each in outline.named_parameters()} == shapes
+    assert outline.operations == ours.operations
+    assert outline.num_positions == ours.num_positions
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import CONFIG_MAPPING
 
 from milepost.errors import ConfigError
+from milepost.models import load_config
+from milepost.models.architectures.lfm3 import Lfm3OwnConfig
 from milepost.tiers.holdings import MeasuredRates
 from tests.checkpoints import save
 from tests.engines import (
@@ -67,6 +71,23 @@ def test_logits_match_transformers_wherever_they_resume(name, tmp_path):
     reference = save("lfm3", tmp_path, vocab_size=VOCAB_SIZE, **CONFIGURATIONS[name])
     llm = open_llm(tmp_path, max_num_batched_tokens=96, page_size=16, num_pages=256, num_slots=32)
     Resuming.beside(llm, reference).run_through_slots()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_its_own_configuration_is_read_as_transformers(is_whole, tmp_path, monkeypatch):
+    """With all settings, and with those alone that are not the published ones."""
+    if not hasattr(transformers, "Lfm3Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Lfm3Config")
+    path = tmp_path / "config.json"
+    config = transformers.Lfm3Config(num_hidden_layers=9, hidden_size=64, sliding_window=100)
+    path.write_text(config.to_json_string(use_diff=not is_whole))
+    expected = load_config(tmp_path)
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "lfm3", Lfm3OwnConfig)
+    found = load_config(tmp_path)
+    assert type(found) is Lfm3OwnConfig
+    for name, value in expected.to_dict().items():
+        if name not in ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"):
+            assert getattr(found, name) == value, name
 
 
 @pytest.mark.parametrize("changes", [{"use_sliding_window": False}, {"sliding_window": None}])

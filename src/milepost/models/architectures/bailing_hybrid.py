@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, DeepseekV3Config, PreTrainedConfig
 
 from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
@@ -122,6 +122,15 @@ _ONLY = dict.fromkeys((*_ON, "moe_router_enable_expert_bias"), True) | {
     "topk_method": "noaux_tc",
 }
 
+
+class BailingHybridConfig(DeepseekV3Config):
+    """The configuration where transformers has none; settings without a field are kept too."""
+
+    model_type = "bailing_hybrid"
+
+
+if "bailing_hybrid" not in CONFIG_MAPPING:
+    AutoConfig.register("bailing_hybrid", BailingHybridConfig)
 ARCHITECTURES = (
     Architecture(
         model_types=("bailing_hybrid",),

@@ -4,8 +4,9 @@ positions of its own; a gate a head, and norms before and after each block."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, Lfm2Config, PreTrainedConfig
 
 from milepost.layers.attention import Attention
 from milepost.layers.mlp import MLP
@@ -89,6 +90,37 @@ def _norm(
     return RMSNorm(config.hidden_size, config.norm_eps, scope, of_output=of_output)
 
 
+class Lfm3OwnConfig(Lfm2Config):
+    """The configuration where transformers has none, with the published sizes as defaults."""
+
+    model_type = "lfm3"
+    attribute_map: ClassVar[dict[str, str]] = {"rms_norm_eps": "norm_eps"}
+    _rope_type_labels: ClassVar[tuple[str, ...]] = (_FULL, _SLIDING)
+    vocab_size: int = 128_000
+    hidden_size: int = 2048
+    intermediate_size: int = 7680
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    conv_L_cache: int = 7  # noqa: N815  the published name
+    sliding_window: int | None = 256
+    use_sandwich_norm: bool = True
+    use_attention_gate: bool = True
+    attention_bias: bool = False
+
+    def __post_init__(self, **others: Any) -> None:
+        full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+        ropes = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+        self.rope_parameters = self.rope_parameters or ropes
+        places = range(self.num_hidden_layers)
+        kinds = [{2: _FULL, 0: _SLIDING}.get(place % 4, "conv") for place in places]
+        self.layer_types = self.layer_types or ["conv", *kinds[1:]]
+        Lfm2Config.__post_init__(self, **others)
+
+
+if "lfm3" not in CONFIG_MAPPING:
+    AutoConfig.register("lfm3", Lfm3OwnConfig)
 _PLAIN = Architecture(
     model_types=("lfm3",),
     build=_parts,
