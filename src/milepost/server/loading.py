@@ -11,9 +11,9 @@ from milepost.engine.constraints import FormChecks, vocabulary_of
 from milepost.engine.facts import Facts
 from milepost.engine.processes import EngineClient, start_with_tokenizer
 from milepost.errors import ConfigError
+from milepost.server.callers import is_loopback
 from milepost.server.config import ServerConfig, read_template
 from milepost.server.service import Service
-from milepost.server.callers import is_loopback
 from milepost.server.tracing import require_tracing
 
 if TYPE_CHECKING:
