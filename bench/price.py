@@ -128,11 +128,14 @@ def _ordinary_launches() -> Iterator[None]:
 
 
 _ROW, _RING = "products.hopper.gemv", "products.hopper.gemv_ring"
+_NIBBLES = "products.hopper.int4_row"
 KERNELS: dict[str, Kernel] = {
     "begun": Kernel(forms=FORMS, steps=ONE, without=_without("norm.triton")),
-    "row_experts": Kernel(forms=("fp8", "int4"), steps=ONE, without=lambda: EXPERTS.without(_ROW)),
+    "row_experts": Kernel(
+        forms=("fp8", "int4"), steps=ONE, without=lambda: EXPERTS.without(_ROW, _NIBBLES)
+    ),
     "hopper_row": Kernel(
-        forms=("fp8", "int4"), steps=ONE, without=lambda: PRODUCTS.without(_ROW, _RING)
+        forms=("fp8", "int4"), steps=ONE, without=lambda: PRODUCTS.without(_ROW, _RING, _NIBBLES)
     ),
     "ring": Kernel(forms=("fp8",), steps=ONE, without=_without(_RING)),
     "linear_hopper": Kernel(

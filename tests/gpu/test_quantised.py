@@ -209,6 +209,11 @@ ROW = {
     "int4, 512": lambda: make_int4(256, 4096, group=512),
     "int4, all": lambda: make_int4(64, 1280, group=1280),
     "int4, many blocks": lambda: make_int4(64, 12288, group=128),
+    "int4, 64, two tiles": lambda: make_int4(8200, 2688, group=64),
+    "int4, 32, two tiles": lambda: make_int4(20480, 896, group=32),
+    "int4, 512, long": lambda: make_int4(2056, 8192, group=512),
+    "int4, 32, long": lambda: make_int4(2080, 17408, group=32),
+    "int4, 128, fewer blocks than parts": lambda: make_int4(43696, 384, group=128),
     "fp4": lambda: make_fp4(1024, 2048),
     "fp4, odd": lambda: make_fp4(72, 2688),
     "fp4, many blocks": lambda: make_fp4(64, 12288, group=32),
@@ -238,6 +243,7 @@ CHAINS = {
     "fp8": (make_fp8, 40),
     "int8": (make_int8, 2),
     "int4": (partial(make_int4, group=128), 4),
+    "int4, 32": (partial(make_int4, group=32), 4),
     "fp4": (make_fp4, 8),
 }
 

@@ -23,8 +23,9 @@ from milepost.kernels.products.portable import row_tiles, tiles
 
 _HOPPER_WEIGHTS = 1 << 22
 """Fewest weights for which Hopper's FP8 kernel of some rows is the fastest."""
-_RING_WEIGHTS = 1 << 24
-"""Fewest weights for which a product of one row streams them through a ring in shared memory."""
+_MANY_WEIGHTS = 1 << 24
+"""Fewest weights for which a product of one row streams them through a ring in shared memory (FP8),
+or multiplies them with tensor cores (four bits)."""
 _NUM_PARTS, _TILE = 8, 16
 """Warps, and outputs of a tile, in `hopper.gemv_parts`."""
 _MOST_BESIDE = 128
@@ -116,8 +117,8 @@ _TMA: Condition[Product] = ("TMA cannot copy it", lambda it, _:
     it.is_contiguous and it.alignment >= 8 and it.weight.num_inputs % 8 == 0)
 _RAW_SIZES: Condition[Product] = ("not faster with these sizes", lambda it, chip:
     hopper.cut_raw(it, chip) is not None)
-_RING: Condition[Product] = (f"less than {_RING_WEIGHTS >> 20} Mi weights", lambda it, _:
-    it.weight.num_weights >= _RING_WEIGHTS)
+_MANY: Condition[Product] = (f"less than {_MANY_WEIGHTS >> 20} Mi weights", lambda it, _:
+    it.weight.num_weights >= _MANY_WEIGHTS)
 _PARTS: Condition[Product] = ("parts are not equally long", lambda it, _:
     it.weight.num_inputs % (_NUM_PARTS * BLOCK) == it.weight.num_outputs % _TILE == 0)
 _LARGE: Condition[Product] = (f"less than {_HOPPER_WEIGHTS >> 20} Mi weights", lambda it, _:
@@ -139,7 +140,7 @@ _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
     it.weight.rows == it.weight.depth == BLOCK
     and it.weight.num_inputs % (4 * BLOCK) == it.weight.num_outputs % 16 == 0)
 
-_RAW, _BLOCKED, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4), (Fp8, Int4, Fp4), (Int8,)
+_RAW, _QUANTISED, _INT8 = (Raw,), (Fp8, Int4, Fp4), (Int8,)
 _ONE = RowRange(most=1)
 _PLAIN = Epilogue.NONE, Epilogue.PARTIALS
 _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
@@ -163,9 +164,11 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         cut=tiles.cut_raw),
     row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
     row("fp8 gemv over a ring, Hopper", "products.hopper.gemv_ring", (Fp8,), "8 parts, 128 seq",
-        _RING, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
-    row("gemv, Hopper", "products.hopper.gemv", _BLOCKED, "8 parts, 128 seq", _HALVES, _ROW,
+        _MANY, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
+    row("gemv, Hopper", "products.hopper.gemv", (Fp8,), "8 parts, 128 seq", _HALVES, _ROW,
         rows=_ONE, epilogues=_GATED, needs=HOPPER),
+    row("int4 gemv, Hopper", "products.hopper.int4_row", (Int4,), "parts, 8 groups each", _HALVES,
+        _MANY, rows=_ONE, epilogues=_GATED, cut=hopper.cut_int4_row, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
         rows=_ONE, epilogues=_PLAIN, cut=row_tiles.cut_gemv, serves=SumOrder.FIXED),
     row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW, _HALVES,

@@ -1,5 +1,5 @@
-"""Products of one row with quantised weights on Hopper, in Gluon (see `gemv_parts`): reading the
-weights is what costs. The row is a step's only one, or that of each routed token of a few.
+"""Products of one row with FP8 weights on Hopper, in Gluon (see `gemv_parts`): reading the weights
+is what costs. The row is a step's only one, or that of each routed token of a few.
 
 Experts have two launches. The first makes a routed token's activations; a program of the second
 has all of a token's experts, one after the other along the inputs, and adds them up. Its weights
@@ -19,7 +19,7 @@ from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tensors import cdiv
-from milepost.kernels.products.forms.quantised import BLOCK, Fp8, Int4
+from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.gemv_parts import (
     PARTS,
     PRODUCTS,
@@ -35,29 +35,21 @@ from milepost.kernels.products.hopper.gemv_parts import (
     outputs_of,
     rows_of,
     to_outputs,
-    width_of,
 )
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _HELD, _DOWN_HELD = 4, 5
 """Blocks of a row that a thread holds at a time; half as many if it has two rows, gate and up."""
-_PROGRAMS, _REGISTERS = 3, 80
-"""Programs per SM with four-bit weights, and the registers that allow it."""
 _TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
 
 
 def run(given: Multiplication, tiles: None) -> Tensor:
-    """Multiplies one row by quantised weights. Gates and ups are the halves of gated ones."""
+    """Multiplies one row by FP8 weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
-    assert isinstance(weight, Fp8 | Int4), "the kernel's forms"
-    num_outputs, room = output.shape[1], {}
+    assert isinstance(weight, Fp8), "the kernel's form"
     how = {"is_gated": is_gated, "is_active": is_gated, "held": _HELD // (1 + is_gated)}
-    if isinstance(weight, Int4) and not is_gated:
-        # All programs run at once, since most of a program's time passes before it multiplies.
-        how["tiles"] = 1 + (cdiv(num_outputs, TILE) > _PROGRAMS * given.chip.num_sms)
-        how["held"], room = _HELD // how["tiles"], {"maxnreg": _REGISTERS}
-    shape = RowShape.of(weight, num_outputs, **how)
-    _row_kernel[(cdiv(num_outputs, shape.tiles * TILE), 1)](
+    shape = RowShape.of(weight, output.shape[1], **how)
+    _row_kernel[(cdiv(shape.outputs, TILE), 1)](
         given.values,
         None,
         RowWeight.of(weight),
@@ -66,7 +58,6 @@ def run(given: Multiplication, tiles: None) -> Tensor:
         given.values.stride(0),
         SHAPE=shape,
         num_warps=PARTS,
-        **room,
         **OVERLAPPED,
     )
     return output
@@ -76,8 +67,8 @@ def run_experts(routed: RoutedRows) -> Tensor:
     """Returns partials [T, 1, H], in which a token's experts are added up."""
     (num_tokens, num_chosen), size = routed.experts.shape, routed.size
     up, down, is_gated = routed.up, routed.down, routed.is_gated
-    assert isinstance(up, Fp8 | Int4), "the kernel's forms"
-    assert type(down) is type(up), "experts have one form"
+    assert isinstance(up, Fp8), "the kernel's form"
+    assert isinstance(down, Fp8), "experts have one form"
     active, output = routed.values.new_empty(routed.num_routed, size), routed.new_output(1)
     how = {"is_gated": is_gated, "is_active": True, "held": _HELD // (1 + is_gated)}
     shape = RowShape.of(up, size, top_k=num_chosen, limit=routed.limit, **how)
@@ -112,15 +103,12 @@ def run_experts(routed: RoutedRows) -> Tensor:
 @quick
 @gluon.jit
 def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constexpr):
-    """Computes some tiles of outputs of one row; with gates, one of gates and one of ups, which
-    stand after all gates."""
-    EACH: gl.constexpr = SHAPE.tiles * _TILE
+    """Computes a tile of outputs of one row; with gates, one of gates and one of ups, which stand
+    after all gates."""
     HALVES: gl.constexpr = 2 if SHAPE.is_gated else 1
-    GROUP: gl.constexpr = SHAPE.group
     B: gl.constexpr = SHAPE.part_blocks
-    WIDTH: gl.constexpr = width_of(GROUP)
     number = gl.program_id(1).to(gl.int64)
-    first = gl.program_id(0) * EACH
+    first = gl.program_id(0) * _TILE
     numbers, p_scale = weight.numbers, 0
     if experts is not None:
         # In this order: the next kernel may read the chosen experts as it begins.
@@ -131,39 +119,37 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
         # The expert and the row are asked for ahead of this barrier: compilers would ask for the
         # row where it is needed.
         thread_barrier()
-        kept, sums = keep_blocks(row_blocks, GROUP)
-        numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * WIDTH)
+        kept, sums = keep_blocks(row_blocks)
+        numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * _BLOCK)
         HEIGHT: gl.constexpr = (HALVES * SHAPE.outputs + SHAPE.scale_rows - 1) // SHAPE.scale_rows
         p_scale = expert * (HEIGHT * SHAPE.depths)
     else:
         launch_dependents()
-    row, part = rows_of(HALVES * EACH, operand_layout(GROUP))
-    row = row // EACH * SHAPE.outputs + (first + row % EACH) % SHAPE.outputs
+    row, part = rows_of(HALVES * _TILE, operand_layout())
+    row = row // _TILE * SHAPE.outputs + (first + row % _TILE) % SHAPE.outputs
     starts = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, SHAPE.blocks - 1)
-        starts += (numbers + row.to(gl.int64) * (SHAPE.blocks * WIDTH) + block * WIDTH,)
+        starts += (numbers + row.to(gl.int64) * (SHAPE.blocks * _BLOCK) + block * _BLOCK,)
     held = load_blocks(starts, 0, SHAPE)
-    row, part = rows_of(HALVES * EACH, PRODUCTS)
-    row = row // EACH * SHAPE.outputs + (first + row % EACH) % SHAPE.outputs
-    scale, zero = (), ()
+    row, part = rows_of(HALVES * _TILE, PRODUCTS)
+    row = row // _TILE * SHAPE.outputs + (first + row % _TILE) % SHAPE.outputs
+    scale = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, SHAPE.blocks - 1)
-        place = p_scale + row // SHAPE.scale_rows * SHAPE.depths
-        place += block * _BLOCK // GROUP if GROUP else block
+        place = p_scale + row // SHAPE.scale_rows * SHAPE.depths + block
         scale += (gl.load(weight.scales + place).to(gl.float32),)
-        zero += (gl.load(weight.zeros + place) if GROUP else 0,)
     if experts is None:
         wait_for_inputs()
-        kept, sums = keep_blocks(load_row(hidden, SHAPE), GROUP)
+        kept, sums = keep_blocks(load_row(hidden, SHAPE))
     # Loads of all weights are issued ahead of this barrier, too.
     thread_barrier()
-    total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
+    total = multiply_blocks(held, starts, kept, sums, scale, SHAPE)
     gates, ups = _parted(total, SHAPE.is_gated)
     if SHAPE.is_active:
         ups = activate(ups, gates, SHAPE.is_gated, SHAPE.limit)
     b_o = to_outputs(ups)
-    o_n = first + outputs_of(EACH)
+    o_n = first + outputs_of(_TILE)
     if bias is not None:
         b_o += gl.load(bias + o_n, mask=o_n < SHAPE.outputs, other=0.0).to(gl.float32)
     place = output + number * SHAPE.outputs + o_n
@@ -185,7 +171,6 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
     """Computes a tile of one token's outputs: the weighted sum of its experts' down projections."""
     launch_dependents()
     OUTPUTS: gl.constexpr = SHAPE.outputs
-    GROUP: gl.constexpr = SHAPE.group
     B: gl.constexpr = SHAPE.part_blocks
     EACH: gl.constexpr = SHAPE.blocks // SHAPE.top_k
     token = gl.program_id(1).to(gl.int64)
@@ -194,30 +179,29 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
     # them yet.
     experts += token * SHAPE.top_k
     routing_weights += token * SHAPE.top_k
-    row, part = rows_of(_TILE, operand_layout(GROUP))
+    row, part = rows_of(_TILE, operand_layout())
     row = (first + row) % OUTPUTS
     starts = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, SHAPE.blocks - 1)
         expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
-        place = ((expert * OUTPUTS + row) * EACH + block % EACH) * width_of(GROUP)
+        place = ((expert * OUTPUTS + row) * EACH + block % EACH) * _BLOCK
         starts += (weight.numbers + place,)
     held = load_blocks(starts, 0, SHAPE)
     row, part = rows_of(_TILE, PRODUCTS)
     row = (first + row) % OUTPUTS
     HEIGHT: gl.constexpr = (OUTPUTS + SHAPE.scale_rows - 1) // SHAPE.scale_rows
-    scale, zero = (), ()
+    scale = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, SHAPE.blocks - 1)
         expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
         share = gl.load(routing_weights + block // EACH, cache_modifier=".cg").to(gl.float32)
         place = (expert * HEIGHT + row // SHAPE.scale_rows) * SHAPE.depths
-        place += block % EACH * _BLOCK // GROUP if GROUP else block % EACH
+        place += block % EACH
         scale += (gl.load(weight.scales + place).to(gl.float32) * share,)
-        zero += (gl.load(weight.zeros + place) if GROUP else 0,)
     wait_for_inputs()
     kept, sums = keep_row(active + token * (SHAPE.blocks * _BLOCK), SHAPE)
-    total = multiply_blocks(held, starts, kept, sums, scale, zero, SHAPE)
+    total = multiply_blocks(held, starts, kept, sums, scale, SHAPE)
     b_o = to_outputs(total).to(output.dtype.element_ty)
     o_n = first + outputs_of(_TILE)
     gl.store(output + token * OUTPUTS + o_n, b_o, mask=o_n < OUTPUTS)

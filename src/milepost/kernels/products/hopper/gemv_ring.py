@@ -91,7 +91,7 @@ def _ring_kernel(
         at = (first + number // B * step) * EACH
         _fetch(weight, ring, bars, number, at, number % B, SHAPE)
     wait_for_inputs()
-    kept, sums = keep_row(hidden, SHAPE)
+    kept, kept_scales = keep_row(hidden, SHAPE)
     # A box holds one row's parts after the other's.
     o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, PRODUCTS))
     inside, part = o_m // _PARTS, o_m % _PARTS
@@ -114,7 +114,7 @@ def _ring_kernel(
             if ahead < count * B:
                 to = (first + ahead // B * step) * EACH
                 _fetch(weight, ring, bars, ahead, to, ahead % B, SHAPE)
-            acc = add_block(acc, b_w, kept[b], sums[b], scale[b], 0, 0)
+            acc = add_block(acc, b_w, kept[b], kept_scales[b], scale[b])
         total = gl.sum(gl.reshape(own_products(acc, part), [1, _TILE, _PARTS]), 2)
         _store(output, bias, total, at, SHAPE.is_gated)
 

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.hopper.experts import BLOCK_M
-from milepost.kernels.products.hopper.gemv_parts import unpack
 
 HALF = BLOCK // 2
 _BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
@@ -124,6 +123,36 @@ def _split(values, LAYOUT: gl.constexpr):
     OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     first = gl.convert_layout(first, OUTPUTS, assert_trivial=True)
     return first, gl.convert_layout(second, OUTPUTS, assert_trivial=True)
+
+
+def _unpacking(power: str) -> gl.constexpr:
+    """Returns code that splits four bytes into their low and high halves, in 16 bits each, beside a
+    power of two."""
+    return gl.constexpr(f"""{{
+        .reg .b32 low, high, power;
+        mov.b32 power, {power};
+        and.b32 low, $4, 0x0f0f0f0f;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0f0f0f0f;
+        prmt.b32 $0, low, power, 0x4140;
+        prmt.b32 $1, low, power, 0x4342;
+        prmt.b32 $2, high, power, 0x4140;
+        prmt.b32 $3, high, power, 0x4342;
+        }}""")
+
+
+_TO_BFLOAT16, _TO_FLOAT16 = _unpacking("0x43434343"), _unpacking("0x64646464")
+
+
+@gluon.jit
+def unpack(b_w, dtype: gl.constexpr):
+    """Returns the numbers in the low and in the high half of each byte, in the bits beside a power
+    of two."""
+    how: gl.constexpr = _TO_BFLOAT16 if dtype == gl.bfloat16 else _TO_FLOAT16
+    low, high = gl.inline_asm_elementwise(
+        how, "=r,=r,=r,=r,r", [b_w], dtype=(gl.int16, gl.int16), is_pure=True, pack=4
+    )
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
 
 @gluon.jit

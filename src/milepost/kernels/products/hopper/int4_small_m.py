@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
-from milepost.kernels.products.hopper.gemv_parts import unpack
+from milepost.kernels.products.hopper.int4_fragments import unpack
 from milepost.kernels.products.hopper.small_m import SmallShape
 from milepost.kernels.products.hopper.tiles import Int4Tiles
 from milepost.kernels.products.run import Multiplication

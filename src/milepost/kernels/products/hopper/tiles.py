@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import cdiv, next_power_of_2
@@ -11,6 +11,7 @@ from milepost.kernels.products.forms import Epilogue
 from milepost.kernels.products.forms.quantised import BLOCK
 
 if TYPE_CHECKING:
+    from milepost.kernels.products.expert_table import Mixture
     from milepost.kernels.products.table import Product
 
 _NARROWEST = 8
@@ -238,3 +239,31 @@ def cut_int4(product: Product, chip: Chip) -> Int4Tiles | None:
             break
         split_k *= 2
     return Int4Tiles(block_m=block_m, split_k=split_k, whole_n=whole_n)
+
+
+_SPREAD_OUTPUTS = 1 << 13
+"""Outputs from which programs with two tiles keep all SMs loading."""
+
+
+class Int4RowTiles(NamedTuple):
+    """Sizes of a product of one row with four-bit weights: parts of the inputs, one for each warp;
+    tiles of 16 outputs of a program, one or two; and blocks of weights that a thread holds."""
+
+    parts: int
+    tiles: int
+    held: int
+
+
+def cut_int4_row(product: Product, chip: Chip) -> Int4RowTiles:
+    """Returns the tiles of a product of one row."""
+    del chip
+    is_gated = product.epilogue is Epilogue.GATED
+    if is_gated or product.weight.num_outputs >= _SPREAD_OUTPUTS:
+        return Int4RowTiles(parts=4, tiles=2, held=5)
+    return Int4RowTiles(parts=8, tiles=1, held=6)
+
+
+def cut_int4_experts(mixture: Mixture) -> tuple[Int4RowTiles, Int4RowTiles]:
+    """Returns the tiles of both projections of experts: short rows are a warp's."""
+    up = Int4RowTiles(parts=4, tiles=1 + mixture.is_gated, held=5)
+    return up, Int4RowTiles(parts=1, tiles=1, held=3)

@@ -1,0 +1,154 @@
+"""Products of one row with four-bit weights on Hopper, in Gluon (see `int4_row_parts`): reading the
+weights is what costs. The row is a step's only one, or that of each routed token of a few.
+
+Legend: P parts, R rows of a tile, C columns; T tokens, N experts of a token, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import activate
+from milepost.kernels.platform.tensors import cdiv
+from milepost.kernels.products.forms.quantised import Int4
+from milepost.kernels.products.hopper.int4_row_parts import (
+    TILE,
+    NibbleShape,
+    NibbleWeight,
+    find_blocks,
+    keep_row,
+    load_blocks,
+    load_scales,
+    multiply,
+)
+from milepost.kernels.products.hopper.tiles import Int4RowTiles, cut_int4_experts
+from milepost.kernels.products.run import Multiplication, RoutedRows
+
+_TILE = gl.constexpr(TILE)
+
+
+class RowExperts(NamedTuple):
+    """Experts of the rows, and routing weights of those that are multiplied by them."""
+
+    experts: Tensor | None = None
+    shares: Tensor | None = None
+    num_rows: int = 1
+
+
+def run(given: Multiplication, tiles: Int4RowTiles) -> Tensor:
+    """Multiplies one row by four-bit weights. Gates and ups are the halves of gated ones."""
+    weight, output = given.weight, given.output()
+    assert isinstance(weight, Int4), "the kernel's form"
+    shape = NibbleShape.of(weight, tiles, is_gated=given.is_gated)
+    _launch(given.values, RowExperts(), weight, given.bias, output, shape, tiles.parts)
+    return output
+
+
+def run_experts(routed: RoutedRows) -> Tensor:
+    """Returns partials [T, N, H]."""
+    num, top_k, up, down = routed.num_routed, routed.experts.shape[1], routed.up, routed.down
+    assert isinstance(up, Int4), "the kernel's form"
+    assert isinstance(down, Int4), "experts have one form"
+    active, output = routed.values.new_empty(num, routed.size), routed.new_output(top_k)
+    up_tiles, down_tiles = cut_int4_experts(routed.mixture)
+    how = {"is_squared": not routed.is_gated, "limit": routed.limit, "top_k": top_k}
+    shape = NibbleShape.of(up, up_tiles, is_gated=routed.is_gated, **how)
+    # The next kernel may read the experts, and anything made with them, at once.
+    routing = RowExperts(routed.experts, None, num)
+    _launch(routed.values, routing, up, None, active, shape, up_tiles.parts)
+    shape = NibbleShape.of(down, down_tiles, is_gated=False)
+    routing = routing._replace(shares=routed.routing_weights)
+    _launch(active, routing, down, None, output, shape, down_tiles.parts)
+    return output
+
+
+def _launch(
+    rows: Tensor,
+    routing: RowExperts,
+    weight: Int4,
+    bias: Tensor | None,
+    output: Tensor,
+    shape: NibbleShape,
+    num_warps: int,
+) -> None:
+    """Fills `output`: a program has a tile or two."""
+    _row_kernel[(cdiv(shape.outputs, shape.width), routing.num_rows)](
+        rows,
+        routing.experts,
+        routing.shares,
+        NibbleWeight(weight.packed, weight.scales, weight.zeros),
+        bias,
+        output,
+        rows.stride(0),
+        SHAPE=shape,
+        num_warps=num_warps,
+        **OVERLAPPED,
+    )
+
+
+@quick
+@gluon.jit
+def _row_kernel(rows, experts, shares, weight, bias, output, stride, SHAPE: gl.constexpr):
+    """Computes a tile or two of outputs of one row. Those of gates and ups are activated, those of
+    experts' last projections are multiplied by routing weights."""
+    IS_UP: gl.constexpr = experts is not None and shares is None
+    HEIGHT: gl.constexpr = SHAPE.outputs * (2 if SHAPE.is_gated else 1)
+    number = gl.program_id(1).to(gl.int64)
+    if IS_UP:
+        # In this order: the next kernel may read the chosen experts as it begins.
+        wait_for_inputs()
+    launch_dependents()
+    first_row, share = 0, 1.0
+    if experts is not None:
+        # Experts were chosen before the kernel ahead let this one start, but nearby caches may not
+        # have them yet.
+        first_row = gl.load(experts + number, cache_modifier=".cg").to(gl.int64) * HEIGHT
+    if shares is not None:
+        share = gl.load(shares + number, cache_modifier=".cg").to(gl.float32)
+    first = gl.program_id(0) * SHAPE.width
+    starts = find_blocks(weight.numbers, first_row, first, SHAPE)
+    held = load_blocks(starts, 0, SHAPE)
+    scales = load_scales(weight, first_row, first, SHAPE)
+    if not IS_UP:
+        wait_for_inputs()
+    kept = keep_row(rows + number // SHAPE.top_k * stride, SHAPE)
+    # Loads of all weights are issued ahead of this barrier.
+    thread_barrier()
+    totals = multiply(held, starts, scales, kept, SHAPE)
+    _store(totals, share, bias, output + number * SHAPE.outputs, first, SHAPE)
+
+
+@gluon.jit
+def _store(totals, share, bias, output, first, SHAPE: gl.constexpr):
+    """Adds up parts and columns of `totals` [P, R, C], and stores a program's outputs."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_n = first + gl.arange(0, _TILE, LAYOUT)
+    if SHAPE.tiles == 1:
+        total = gl.sum(gl.sum(totals[0], 2), 0)
+        _store_tile(total * share, bias, output, o_n, SHAPE)
+    else:
+        both = gl.join(gl.sum(totals[0], 2), gl.sum(totals[1], 2))
+        left, right = gl.split(gl.sum(both, 0))
+        if SHAPE.is_gated:
+            _store_tile(activate(right, left, True, SHAPE.limit), bias, output, o_n, SHAPE)
+        else:
+            _store_tile(left * share, bias, output, o_n, SHAPE)
+            _store_tile(right * share, bias, output, o_n + _TILE, SHAPE)
+
+
+@gluon.jit
+def _store_tile(values, bias, output, o_n, SHAPE: gl.constexpr):
+    """Stores a tile's outputs, squares of ReLUs if experts have no gates."""
+    b_o = gl.convert_layout(values, o_n.type.layout)
+    if SHAPE.is_squared and not SHAPE.is_gated:
+        b_o = activate(b_o, b_o, False)
+    is_output = o_n < SHAPE.outputs
+    if bias is not None:
+        b_o += gl.load(bias + o_n, mask=is_output, other=0.0).to(gl.float32)
+    gl.store(output + o_n, b_o.to(output.dtype.element_ty), mask=is_output)
