@@ -4,13 +4,12 @@ import asyncio
 import errno
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 
 from milepost.cli.main import main
 from milepost.server.batch import answer_all
+from tests import forked
 from tests.server.conftest import ENVIRONMENT
 
 
@@ -125,10 +124,12 @@ def test_a_file_through_the_engine(folder, tmp_path):
     source.write_bytes(b"\n".join(lines))
     flags = ["--model", str(folder), "--served-model-name", "tiny", "--cpu-cache-gib", "0.05"]
     flags += ["--max-num-seqs", "2", "--disable-log-requests", "--tensor_parallel_size=1"]
-    command = [sys.executable, "-m", "milepost", "run-batch", "-i", str(source), "-o", str(target)]
-    ended = subprocess.run([*command, *flags], env=ENVIRONMENT, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "3 answered, 2 failed, 1 with 400, 1 with 404" in ended.stderr
+    words = ["run-batch", "-i", str(source), "-o", str(target), *flags]
+    program = forked.Program(words, ENVIRONMENT, tmp_path / "pid")
+    with program.stdout, program.stderr:
+        errors = program.stderr.read()
+    assert program.wait() == 1
+    assert "3 answered, 2 failed, 1 with 400, 1 with 404" in errors
     results = {r["custom_id"]: r for r in map(json.loads, target.read_text().splitlines())}
     assert len(results) == 5
     assert results["chat"]["response"]["body"]["usage"]["completion_tokens"] == 4
