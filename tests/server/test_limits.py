@@ -414,6 +414,14 @@ def test_open_files_are_raised_to_what_is_allowed():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.parametrize(("limit", "warns"), [(64, True), (255, True), (1024, False)])
+def test_few_open_files_are_logged(limit, warns, monkeypatch, caplog):
+    """Connections past them get 503, which no line of the access log says."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert connections.raise_file_limit() == limit
+    assert ("raise `ulimit -n`" in caplog.text) is warns
+
+
 def test_a_model_that_is_none_is_one_line(tmp_path):
     command = [sys.executable, "-m", "milepost", "serve", str(tmp_path / "no-such"), "--port", "0"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

@@ -32,6 +32,8 @@ LINGER_BYTES = 2**24
 """Limits in seconds and bytes on what a client may go on sending after it was refused."""
 RESERVED_FILES = 64
 """Descriptors reserved for other uses than connections."""
+FEW_FILES = 256
+"""Limit of open files below which the log says that it limits connections."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +59,8 @@ def raise_file_limit() -> int:
             logger.warning("the limit of open files stays at %d: %s", soft, error)
             return soft
     logger.info("open files: %d", wanted)
+    if wanted < FEW_FILES:
+        logger.warning("open files: %d; other connections get 503: raise `ulimit -n`", wanted)
     return wanted
 
 
