@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -228,3 +229,29 @@ def test_a_body_that_is_too_long_is_not_held():
     assert list(pieces) == [b"789"], "no more was read"
     pieces = iter([b"123", b"45"])
     assert asyncio.run(_body_of(request, 5)) == b"12345"
+
+
+def test_a_route_prefix_is_not_part_of_the_path():
+    from milepost.ray.application import Front
+
+    asked = []
+
+    async def look(path, _):
+        asked.append(path)
+
+    async def answer(scope, _, **options):
+        asked.append((scope["path"], scope["root_path"], scope["server"]))
+        yield 200, []
+
+    replicas = SimpleNamespace(
+        look=SimpleNamespace(remote=look),
+        options=lambda **_: SimpleNamespace(ask=SimpleNamespace(remote=answer)),
+    )
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "headers": []}
+    scope |= {"root_path": "/llm", "server": ("10.0.0.9", 80)}
+    asyncio.run(Front.func_or_class(replicas)(Request(scope, receive)))
+    assert asked == ["/v1/completions", ("/v1/completions", "", ("10.0.0.9", 80))]

@@ -36,7 +36,8 @@ class Front:
         body = await _body_of(request, ServerConfig().max_request_bytes)
         if body is None:
             return Response("the body is too long", status_code=413)
-        path = request.scope["path"]
+        root = request.scope.get("root_path", "").rstrip("/")  # `serve run --route-prefix`
+        path = request.scope["path"].removeprefix(root)
         asked = Wanted()
         if request.method == "POST" and path.endswith("/completions"):
             with contextlib.suppress(RayError):  # the replica that answers it reports the error
@@ -44,7 +45,7 @@ class Front:
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in names if name in request.scope}
         server = request.scope.get("server")  # its address decides which names are checked
-        scope |= {"scheme": "http", "client": None, "server": server, "root_path": ""}
+        scope |= {"scheme": "http", "client": None, "server": server, "root_path": "", "path": path}
         answered = self._replicas.options(stream=True).ask.remote(scope, body, asked=asked)
         status, headers = await anext(answered)
         response = StreamingResponse(answered, status_code=status)
