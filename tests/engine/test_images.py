@@ -7,6 +7,7 @@ from PIL import Image
 
 from milepost import SamplingParams
 from milepost.errors import InvalidRequestError
+from milepost.runner.pictures import EncodedPictures
 from milepost.runner.recording import read_records
 from milepost.scheduler.plans import StepPlan
 from tests.pictured import SETTINGS
@@ -117,6 +118,27 @@ def test_encoder_outputs_are_bounded_and_encoded_again_where_they_are_needed(fol
         pytest.raises(InvalidRequestError, match="images of 128 tokens side by side"),
     ):
         answer(small, asked(10, *images[:2], 9))
+
+
+def test_sixty_four_images_at_once_fit_the_memory_for_a_few(folder, cold, monkeypatch):
+    kept, follow = [], EncodedPictures.follow
+
+    def noted(self, plan):
+        follow(self, plan)
+        kept.append(sum(map(len, self._embeddings.values())))
+        assert len(self._under_way) <= 1
+
+    monkeypatch.setattr(EncodedPictures, "follow", noted)
+    prompts = [asked(5, image(4, 6, seed), [9] * (1 + seed % 7)) for seed in range(64)]
+    options = {"encoder_cache_size": 72, "max_num_seqs": 64, "num_pages": 200, "num_slots": 140}
+    with open_llm(folder, **options) as llm:
+        found = llm.generate(prompts, GREEDY, use_tqdm=False)
+        stats = llm.llm_engine.scheduler.stats
+        assert (stats.num_encoded, stats.num_preemptions) == (64, 0)
+        assert not llm.llm_engine._pixels._holders
+    assert 48 <= max(kept) <= 72, "tokens of three images"
+    for prompt, output in zip(prompts[::8], found[::8], strict=True):
+        assert output.outputs[0].token_ids == answer(cold, prompt)[0]
 
 
 def test_what_is_no_prompt_with_images_is_refused(llm, folder):
