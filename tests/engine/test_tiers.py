@@ -321,7 +321,7 @@ def test_files_that_are_no_good_cost_time_alone(tiny, tmp_path, how):
 
 
 def test_what_another_engine_writes_meanwhile_is_found(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("milepost.tiers.file_format.ROUND_S", 1e-6)
+    monkeypatch.setattr("milepost.tiers.finding.ROUND_S", 1e-6)
     llm, other = kept(tiny, tmp_path), kept(tiny, tmp_path)
     assert not len(tiering_of(llm.llm_engine).tiers.disk)
     (first,) = ask(other, tokens(300))
