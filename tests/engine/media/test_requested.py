@@ -21,6 +21,16 @@ def limits_of(settings: ImageSettings) -> tuple[int, int]:
     return settings.min_pixels, settings.max_pixels
 
 
+class Unwritten(list):
+    """As long as a body may make a list: writing it out would hold everybody else up."""
+
+    def __repr__(self):
+        raise AssertionError("it was written out")
+
+
+UNWRITTEN = Unwritten([0])
+
+
 @pytest.mark.parametrize(
     ("asked", "images", "videos"),
     [
@@ -61,6 +71,8 @@ def test_frames_are_those_of_videos():
         ([], r"mm_processor_kwargs=\[\]: use a mapping"),
         ({"size": 5}, "mm_processor_kwargs.size=5: use a mapping"),
         ({"images_kwargs": 5}, "mm_processor_kwargs.images_kwargs=5: use a mapping"),
+        ({"size": UNWRITTEN}, "mm_processor_kwargs.size=a Unwritten: use a mapping"),
+        ({"min_pixels": UNWRITTEN}, "min_pixels=a Unwritten: use 1 or more"),
         ({"max_pixel": 5}, "unknown field 'max_pixel': use min_pixels, max_pixels, fps"),
         ({"longest_edge": 5}, "unknown field 'longest_edge'"),
         ({"size": {"height": 5}}, "unknown field 'size.height'"),

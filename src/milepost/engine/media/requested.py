@@ -60,7 +60,14 @@ class _AskedNumber:
     value: Any
 
     def refusal(self, instead: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{FIELD}: {self.name}={str(self.value)[:80]}: {instead}")
+        return InvalidRequestError(f"{FIELD}: {self.name}={_shown(self.value)}: {instead}")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value for an error. Of what has items only the type is named: a body may hold
+    millions, and nothing else runs while they are written out."""
+    has_items = isinstance(value, list | tuple | Mapping) and len(value) > 0
+    return f"a {type(value).__name__}" if has_items else str(value)[:80]
 
 
 _Given = dict[str, _AskedNumber]
@@ -114,7 +121,7 @@ def _flat(given: Any, where: str) -> Iterator[tuple[str, _AskedNumber]]:
 def _mapping(given: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(given, Mapping):
         name = f"{FIELD}.{where}".rstrip(".")
-        raise InvalidRequestError(f"{name}={str(given)[:80]}: use a mapping")
+        raise InvalidRequestError(f"{name}={_shown(given)}: use a mapping")
     return given
 
 
