@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from milepost.kernels import sampling
 from milepost.kernels import sampling as kernels
-from milepost.kernels.sampling import draws, reference, search
+from milepost.kernels.sampling import draws, search
 from milepost.runner import choice
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import WISHES, defined, drawn, make_logits, make_rows, sampler_for
@@ -69,7 +70,7 @@ def test_what_remains_is_the_definitions() -> None:
                 continue
             x = here[place : place + 1].float()
             scaled = (x - x.max()) / max(row.params.temperature, 1e-30)
-            lowest = reference.lowest_kept(
+            lowest = sampling.lowest_kept(
                 scaled,
                 floor=torch.tensor([[row.params.min_p]], device="cuda").log(),
                 top_k=torch.tensor([[row.params.top_k or VOCAB]], device="cuda"),

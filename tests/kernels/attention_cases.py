@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.attention import PagedKV, pages, reference, rows, table
+from milepost.kernels.attention import PagedKV, pages, reference, table
 from milepost.kernels.attention import items as work
 from milepost.kernels.attention.tiles import NARROW_ROWS, ItemShapes
 from milepost.kernels.layout.batch import Capacity
@@ -163,7 +163,7 @@ class Step:
         wide = torch.promote_types(case.dtype, torch.float32)
         pool = self.pool if case.has_float8 else self.pool.to(wide)
         batch = build_batch(parts, case.page_size, pages.rows_per_page(pool))
-        laid_out = rows.lay_out(replace(batch, device=pool.device), 0, case.window).prefills
+        laid_out = pages.lay_out(replace(batch, device=pool.device), 0, case.window).prefills
         query = self.query[: self.num_tokens].to(wide)
         scale = case.head_dim**-0.5
         attended = reference.prefill(

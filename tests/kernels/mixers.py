@@ -17,14 +17,15 @@ from milepost.kernels import conv, recurrent
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.chunks import ChunkLayout, ChunkRows, lay_out, lay_out_chunks
 from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.layout.verify import DecodeLayout, lay_out_decodes
 from milepost.kernels.platform.device import probe
 from milepost.kernels.recurrent import (
     CHUNK,
+    DecodeLayout,
     GatedDeltaWeights,
     LayerStates,
     Recurrence,
     RecurrentOperation,
+    lay_out_decodes,
     needs_arrivals,
 )
 from milepost.kernels.recurrent.reference import delta as reference

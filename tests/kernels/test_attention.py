@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.attention import reference
-from milepost.kernels.attention.pages import PagedKV, as_rows, rows_per_page
-from milepost.kernels.attention.rows import lay_out
+from milepost.kernels.attention.pages import PagedKV, as_rows, lay_out, rows_per_page
 from tests.batches import Part, build_batch, build_pages
 from tests.numbers import relative_error
 

@@ -28,7 +28,7 @@ OPERATIONS: tuple[str, ...] = (
 )
 DEVICE = ("triton.jit", "triton.constexpr_function", "gluon.jit", "gluon.constexpr_function")
 """Decorators of functions in Triton's language, whose arguments have no types."""
-BEFORE = (*LOWER, *OPERATIONS, "numerics_identity")
+BEFORE = (*LOWER, *OPERATIONS)
 MIXERS = {"recurrent", "conv"}
 """One operation in several rooms."""
 

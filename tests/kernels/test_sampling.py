@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from milepost.kernels.sampling import reference
+from milepost.kernels import sampling
 from tests.kernels.nuclei import random_logits
 
 CPU = torch.device("cpu")
@@ -27,23 +27,23 @@ CPU = torch.device("cpu")
 )
 def test_philox(counter: list[int], key: list[int], words: list[int]) -> None:
     """The numbers that its authors publish."""
-    found = reference.philox([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
+    found = sampling.philox([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
     assert [int(word) for word in found] == words
 
 
 def test_noise_is_a_function_of_seed_index_and_token() -> None:
     seeds, indices = [5, 2**64 - 1, 5], [0, 2**32 - 1, 1]
-    noise = reference.gumbel(seeds, indices, 1003, CPU)
+    noise = sampling.gumbel(seeds, indices, 1003, CPU)
     assert noise.dtype == torch.float32
     for row, (seed, index) in enumerate(zip(seeds, indices, strict=True)):
-        assert torch.equal(reference.gumbel([seed], [index], 1003, CPU)[0], noise[row])
-        assert torch.equal(reference.gumbel([seed], [index], 7, CPU)[0], noise[row, :7])
+        assert torch.equal(sampling.gumbel([seed], [index], 1003, CPU)[0], noise[row])
+        assert torch.equal(sampling.gumbel([seed], [index], 7, CPU)[0], noise[row, :7])
     assert not (noise[0] == noise[2]).any()
 
 
 def test_noise_is_gumbels() -> None:
     """Mean, variance and the tail that decides draws."""
-    noise = reference.gumbel([1], [2], 2_000_000, CPU)
+    noise = sampling.gumbel([1], [2], 2_000_000, CPU)
     assert torch.isfinite(noise).all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.005)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.01)
@@ -84,10 +84,10 @@ SETTINGS = [
 def test_what_remains(dtype: torch.dtype, num_candidates: int, monkeypatch) -> None:
     """A share of what min_p and top_k leave, not of all: without that min_p 0.2 would go on to
     tokens that it leaves out."""
-    monkeypatch.setattr(reference, "_CANDIDATES", num_candidates)
+    monkeypatch.setattr(sampling, "_CANDIDATES", num_candidates)
     scaled = random_logits(1, 300).to(dtype).expand(len(SETTINGS), -1)
     min_p, top_k, top_p = (torch.tensor(column)[:, None] for column in zip(*SETTINGS, strict=True))
-    lowest = reference.lowest_kept(
+    lowest = sampling.lowest_kept(
         scaled,
         floor=min_p.to(dtype).log(),
         top_k=torch.where(top_k > 0, top_k, 300),
@@ -102,7 +102,7 @@ def test_what_remains(dtype: torch.dtype, num_candidates: int, monkeypatch) -> N
 def test_tokens_that_min_p_leaves_out_count_for_nothing() -> None:
     """Half of the mass lies below the floor, in many tokens; of the rest the first has 0.6."""
     weights = torch.tensor([[1.0, 2 / 3, *[0.01] * 167]])
-    lowest = reference.lowest_kept(
+    lowest = sampling.lowest_kept(
         weights.log(),
         floor=torch.tensor([[math.log(0.5)]]),
         top_k=torch.tensor([[169]]),

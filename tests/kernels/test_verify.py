@@ -14,7 +14,7 @@ from torch import Tensor
 
 from milepost.kernels.attention import PagedKV, rows_per_page
 from milepost.kernels.attention import reference as attention
-from milepost.kernels.attention.rows import lay_out
+from milepost.kernels.attention.pages import lay_out
 from milepost.kernels.platform.tables import SumOrder
 from tests.batches import Part, build_batch, build_pages
 from tests.kernels import kimi, ssd

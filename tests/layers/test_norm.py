@@ -10,7 +10,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from milepost.kernels.recurrent import GatedDeltaWeights
-from milepost.kernels.recurrent.reference.gated_delta import gated_norm
+from milepost.kernels.recurrent.reference import gated_norm
 from milepost.layers.norm import HeadNorms, RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.parallel import Cut

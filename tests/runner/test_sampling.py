@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import sample
 
-from milepost.kernels.sampling import reference
+from milepost.kernels import sampling as definition
 from milepost.runner import sampling
 from milepost.runner.choice import likeliest
 from milepost.runner.sampling import SamplingRow
@@ -103,7 +103,7 @@ def test_draws_follow_the_distribution(params):
 def test_top_p_sorts_on_when_the_first_candidates_do_not_suffice(monkeypatch):
     logits = random_logits(5, scale=0.1)
     wide = draws(logits, 500, top_p=0.95)
-    monkeypatch.setattr(reference, "_CANDIDATES", 4)
+    monkeypatch.setattr(definition, "_CANDIDATES", 4)
     assert draws(logits, 500, top_p=0.95) == wide
     assert set(wide) <= set(plain_distribution(logits[0], top_p=0.95))
 
@@ -143,7 +143,7 @@ def test_draws_depend_on_seed_and_index_alone():
 
 
 def test_noise_is_finite_and_masked_tokens_stay_out():
-    noise = reference.gumbel([0], [0], 2_000_000, torch.device("cpu"))
+    noise = definition.gumbel([0], [0], 2_000_000, torch.device("cpu"))
     assert torch.isfinite(noise).all()
     assert abs(noise.mean().item() - 0.5772) < 0.01
 

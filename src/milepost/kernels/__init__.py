@@ -13,7 +13,6 @@ Imports go up this list only:
     drafts, samples, single rows                  mtp, sampling, rows
     n-gram tables                                 ngrams
     sums over ranks                               comm
-    what bits depend on                           numerics_identity
 
 In an operation's folder `reference.py` is the definition in plain torch, and `__init__.py` the door
 that chooses between it and the kernels, or the definition too where that is short.

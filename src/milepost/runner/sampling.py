@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from milepost.kernels.sampling.reference import gumbel, lowest_kept
+from milepost.kernels.sampling import gumbel, lowest_kept
 from milepost.runner.choice import Choice, choice_of, full, tensor_beside
 from milepost.sampling_params import SamplingParams
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton import jit
 
 from milepost.kernels import sampling as layout
-from milepost.kernels.sampling import StepRows, likeliest, parts, reference, search
+from milepost.kernels.sampling import StepRows, likeliest, search
 from milepost.runner import sampler
 from milepost.sampling_params import SamplingParams
 from tests.kernels.draws import (
@@ -102,15 +102,15 @@ def test_noise_is_the_definitions() -> None:
     found = torch.empty(2, 1024)
     _noise_kernel[(2,)](ints, found, block=1024)
     seeds = [0, (2**31 - 1) << 32 | (2**32 - 5)]
-    expected = reference.gumbel(seeds, [0, 77], 1024, torch.device("cpu"))
+    expected = layout.gumbel(seeds, [0, 77], 1024, torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
 
 
 @jit
 def _noise_kernel(ints, found, block: tl.constexpr):
     row = tl.program_id(0)
-    own = ints + row * parts.INTS
-    noise = parts.gumbel(own, tl.load(own + parts.INDEX), 0, block)
+    own = ints + row * likeliest.INTS
+    noise = likeliest.gumbel(own, tl.load(own + likeliest.INDEX), 0, block)
     tl.store(found + row * block + tl.arange(0, block), noise)
 
 

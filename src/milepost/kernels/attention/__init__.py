@@ -18,12 +18,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from milepost.kernels.attention import indexed, items, reference, rows, table
+from milepost.kernels.attention import indexed, items, pages, reference, table
 from milepost.kernels.attention.indexed import IndexedTokens, Selection
 from milepost.kernels.attention.items import AttentionItems, Tiling
-from milepost.kernels.attention.pages import PagedKV, rows_per_page
+from milepost.kernels.attention.pages import AttentionRows, PagedKV, rows_per_page
 from milepost.kernels.attention.reference import TurnedEntries
-from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.attention.table import ATTENTION
 from milepost.kernels.layout.batch import Batch
 from milepost.kernels.platform.device import Chip
@@ -81,7 +80,7 @@ class AttentionOperation:
                 return None
             batch = batch.ends()
         if batch.chip is None:
-            return rows.lay_out(batch, self.first_row, self.window, order=self.order)
+            return pages.lay_out(batch, self.first_row, self.window, order=self.order)
         if self.is_indexed:
             return indexed.lay_out(batch)
         group, tokens_each = self.num_heads // self.num_kv_heads, 1 + batch.capacity.num_drafts
@@ -130,7 +129,7 @@ class LatentOperation:
     def lay_out(self, batch: Batch) -> AttentionLayout:
         """Returns items for the fused kernels, or rows for the reference."""
         if batch.chip is None:
-            return rows.lay_out(batch, self.first_row, order=self.order)
+            return pages.lay_out(batch, self.first_row, order=self.order)
         width, value_bytes = self.latent_dim + self.shared_dim, self.value_bytes
         shapes = table.shape_latents(self.num_heads, width, batch.chip, value_bytes=value_bytes)
         tiling = items.tile(batch, batch.chip, shapes, self.num_heads, 1)

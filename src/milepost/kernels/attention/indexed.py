@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import norm
-from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
+from milepost.kernels.attention.pages import AttentionRows, PagedKV, as_rows, read_rows, write_rows
 from milepost.kernels.attention.reference import gated, turn
-from milepost.kernels.attention.rows import AttentionRows
 from milepost.kernels.layout.batch import Batch, ordinals_of, padded
 from milepost.kernels.platform.tensors import accumulation_dtype, cast
 

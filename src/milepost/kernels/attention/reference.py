@@ -27,8 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.attention.pages import PagedKV, as_rows, read_rows, write_rows
-from milepost.kernels.attention.rows import AttentionRows, Decodes, Prefill
+from milepost.kernels.attention.pages import (
+    AttentionRows,
+    Decodes,
+    PagedKV,
+    Prefill,
+    as_rows,
+    read_rows,
+    write_rows,
+)
 from milepost.kernels.platform.tensors import cast
 
 _QUERY_TILE = 512

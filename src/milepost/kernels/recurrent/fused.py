@@ -32,11 +32,11 @@ from milepost.kernels.layout.emit import (
     room_for,
     values_of,
 )
-from milepost.kernels.layout.verify import DecodeLayout, VerifyLayout
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable, SumOrder
 from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products import round_into
+from milepost.kernels.recurrent import DecodeLayout, VerifyLayout
 from milepost.kernels.recurrent.portable import mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
 from milepost.kernels.recurrent.portable.intra import intra
@@ -55,16 +55,14 @@ from milepost.kernels.recurrent.table import (
     OUTPUTS,
     STATES,
     VERIFIES,
-    MixerPart,
-    Recurrence,
-    is_reached,
-)
-from milepost.kernels.recurrent.weights import (
     GatedDeltaWeights,
     KDAWeights,
     Mamba2Weights,
+    MixerPart,
     MixerProjections,
+    Recurrence,
     Weights,
+    is_reached,
 )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from milepost.kernels.layout.chunks import ChunkLayout
-    from milepost.kernels.recurrent.weights import Weights
+    from milepost.kernels.recurrent.table import Weights
 
 
 class ProjectedRows(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.tensors import next_power_of_2
 from milepost.kernels.sampling import StepRows, Workspace
-from milepost.kernels.sampling.parts import (
+from milepost.kernels.sampling.likeliest import (
     BEYOND,
     COUNTS,
     DRAWS,

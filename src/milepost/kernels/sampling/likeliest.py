@@ -1,5 +1,9 @@
 """The likeliest token of each row, by logits alone (`argmax`) or with the noise of a draw
-(`guess`).
+(`guess`); and what these launches share with those of a draw: the order of logits, the noise, and
+constants of their rows.
+
+A row's logits are ordered by the bits of their distance to the best one, scaled by the temperature:
+bits of floats of one sign are in the numbers' order.
 
 Legend: R rows, V vocabulary, B blocks.
 """
@@ -13,10 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from milepost.kernels import sampling
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import next_power_of_2
 from milepost.kernels.sampling import block_size, num_blocks
-from milepost.kernels.sampling.parts import DRAWS, INTS, gumbel
+
+INTS = tl.constexpr(sampling.NUM_INTS)
+INDEX, TOP_K = tl.constexpr(sampling.INDEX), tl.constexpr(sampling.TOP_K)
+FLOOR, COUNTS = tl.constexpr(sampling.FLOOR), tl.constexpr(sampling.COUNTS)
+MASK, SEED_LOW = tl.constexpr(sampling.MASK), tl.constexpr(sampling.SEED_LOW)
+SEED_HIGH, PLAIN = tl.constexpr(sampling.SEED_HIGH), tl.constexpr(sampling.IS_PLAIN)
+DRAWS, SEARCHES = tl.constexpr(sampling.DRAWS), tl.constexpr(sampling.SEARCHES)
+NUM_BOUNDS = tl.constexpr(sampling.NUM_BOUNDS)
+BEYOND = tl.constexpr(0x7F800001)
+"""Greater than the distance of any logit, of minus infinity too, but not of NaN."""
 
 
 class Noise(NamedTuple):
@@ -105,3 +119,69 @@ def _best_of_row_kernel(bests, token_ids, num_blocks, BLOCKS: tl.constexpr):
     winner = tl.minimum(winner, num_blocks - 1)
     place = tl.load(bests.places + i_r * num_blocks + winner)
     tl.store(token_ids + i_r, place.to(tl.int64))
+
+
+class DrawSettings(NamedTuple):
+    """Settings of a row's draw."""
+
+    top: Any
+    """Best logit."""
+    temperature: Any
+    top_k: Any
+    floor: Any
+    """Bits of min_p's distance."""
+    share: Any
+    """top_p."""
+
+
+@triton.jit
+def top_of(tops, i_r, num_blocks, BLOCKS: tl.constexpr):
+    """Returns the best logit of a row, or 0 if all are minus infinity."""
+    i_b = tl.arange(0, BLOCKS)
+    values = tl.load(tops + i_r * num_blocks + i_b, mask=i_b < num_blocks, other=float("-inf"))
+    top = tl.max(values, 0)
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def distance_of(x, top, temperature):
+    """Returns the bits of the distance to the best logit divided by the temperature: smaller is
+    likelier."""
+    return tl.abs(tl.div_rn(x - top, temperature)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def open_row(rows, scratch, i_r, row, num_blocks, BLOCKS: tl.constexpr):
+    """Returns the settings of row i_r of the workspace, which is row `row` of the step."""
+    top = top_of(scratch.tops, i_r, num_blocks, BLOCKS)
+    temperature = tl.load(rows.floats + row * 4)
+    top_k = tl.load(rows.ints + row * INTS + TOP_K)
+    floor = tl.load(rows.ints + row * INTS + FLOOR)
+    return DrawSettings(top, temperature, top_k, floor, tl.load(rows.top_p + row))
+
+
+@triton.jit
+def gumbel(ints, index, first_quad, BLOCK: tl.constexpr):
+    """Returns the noise of a block of tokens [BLOCK] float32: see `reference.gumbel`."""
+    low = tl.load(ints + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(ints + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    o_quad = first_quad + tl.arange(0, BLOCK // 4)
+    b_zero = o_quad * 0
+    w0, w1, w2, w3 = tl.philox(high << 32 | low, o_quad, b_zero + index, b_zero, b_zero)
+    b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
+    b_uniform = ((b_words >> 9).to(tl.int32) * 2 + 1).to(tl.float32) * (1 / 16777216)
+    return -_log(-_log(1 - b_uniform))
+
+
+@triton.jit
+def _log(x):
+    """Returns the logarithm of a normal number, accurate in float32 near 1 too, unlike a GPU's
+    own."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    x = (bits - (exponent << 23)).to(tl.float32, bitcast=True)  # from sqrt(1/2) to sqrt(2)
+    ratio = (x - 1) / (x + 1)
+    square = ratio * ratio
+    series = 2 / 7 + square * (2 / 9 + square * (2 / 11))
+    series = 2 + square * (2 / 3 + square * (2 / 5 + square * series))
+    return ratio * series + exponent.to(tl.float32) * 0.6931471805599453

@@ -22,8 +22,8 @@ import triton.language as tl
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import quick
 from milepost.kernels.platform.tensors import next_power_of_2
-from milepost.kernels.sampling import LISTED, StepRows, Workspace
-from milepost.kernels.sampling.parts import (
+from milepost.kernels.sampling import LISTED, MASS_OF_BEST, StepRows, Workspace
+from milepost.kernels.sampling.likeliest import (
     BEYOND,
     INTS,
     NUM_BOUNDS,
@@ -31,7 +31,6 @@ from milepost.kernels.sampling.parts import (
     distance_of,
     open_row,
 )
-from milepost.kernels.sampling.reference import MASS_OF_BEST
 
 _CHUNK = 2048
 """Logits that `settle` loads at a time."""

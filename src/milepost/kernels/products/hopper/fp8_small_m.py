@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.hopper.beside import (
+from milepost.kernels.products.hopper.raw_small_m import (
     LINE,
     RAW_LAYOUT,
     begin_beside,

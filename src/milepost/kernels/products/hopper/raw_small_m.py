@@ -1,8 +1,16 @@
-"""GEMMs of few rows with raw weights on Hopper, in Gluon: their part of `small_m`.
+"""GEMMs of few rows with raw weights on Hopper, in Gluon: their part of `small_m`, alone or beside
+the FP8 tiles of `fp8_small_m`.
 
 The tensor cores add up each output's inputs one after the other, so the product of a few rows takes
 as long as that chain wherever tiles are narrow. A step then has two lines of inputs, and the warps
 that multiply wait for barriers half as often.
+
+Beside FP8 tiles the rows, before rounding, are multiplied by raw weights such as gates have, in the
+same launch. These units come after those of the FP8 weights, so SMs with one tile fewer than others
+get them first. Steps go through the same stages: one stage of weights is read as 128 lines of 64
+numbers of 16 bits. They are the rows, then a unit's weights; up to 32 rows, twice that, for the
+next 64 inputs. Rows are the left operand, together with the lines after them, whose results are
+dropped.
 
 Legend: T tokens, I inputs, O outputs, S split-K partials; N outputs and M rows of a stage.
 """
@@ -19,8 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from milepost.kernels.platform.gluon import load_box
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.hopper.small_m import (
+    BESIDE_N,
     SmallBoxes,
     SmallProduct,
     SmallShape,
@@ -31,7 +41,10 @@ from milepost.kernels.products.hopper.small_m import (
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
 from milepost.kernels.products.run import Multiplication
 
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+RAW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+LINE = 64
+"""Inputs of a line, the widest that TMA swizzles, and rows of an MMA."""
+_MMA_M, _RAW_N, _LINES = gl.constexpr(LINE), gl.constexpr(BESIDE_N), gl.constexpr(RAW_LAYOUT)
 
 
 def run(given: Multiplication, tiles: RawTiles) -> Tensor:
@@ -44,8 +57,8 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     # Boxes have a power of two of rows.
     box = [tiles.block_n & -tiles.block_n, RAW_BLOCK_K]
     boxes = SmallBoxes(
-        TensorDescriptor.from_tensor(hidden, [tiles.block_m, RAW_BLOCK_K], _LAYOUT),
-        TensorDescriptor.from_tensor(weight.values, box, _LAYOUT),
+        TensorDescriptor.from_tensor(hidden, [tiles.block_m, RAW_BLOCK_K], RAW_LAYOUT),
+        TensorDescriptor.from_tensor(weight.values, box, RAW_LAYOUT),
     )
     stride = None if output.is_contiguous() else output.stride(0)
     product = SmallProduct(None, output, len(hidden), stride)
@@ -89,3 +102,113 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
         values = gl.convert_layout(result.to(product.base.dtype.element_ty), STORED)
         inside = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, STORED)), 1)
         store(product, values, unit, inside, SHAPE.block_n, 1, SHAPE)
+
+
+@gluon.constexpr_function
+def _parts_of(block_m):
+    """Returns the number of lines per row in a step if `block_m` rows are loaded; a stage has 128
+    lines."""
+    return 1 if block_m == LINE else 2
+
+
+@gluon.jit
+def _find_units(SHAPE: gl.constexpr):
+    """Returns how many units of FP8 weights this program has, its first raw unit, and the end of
+    the raw units."""
+    NUM_UNITS: gl.constexpr = SHAPE.tiles * SHAPE.split_k
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    own = (NUM_UNITS - first + stride - 1) // stride
+    return own, first + own * stride, NUM_UNITS + (SHAPE.beside + _RAW_N - 1) // _RAW_N
+
+
+@gluon.jit
+def begin_beside(stages, boxes, SHAPE: gl.constexpr):
+    """Starts to load the first raw weights if the program has none of FP8; returns for how many
+    steps."""
+    STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
+    own, unit, end = _find_units(SHAPE)
+    num_begun = gl.where((own == 0) & (unit < end), min(STEPS, SHAPE.stages), 0)
+    for step in range(num_begun):
+        _fetch_raw(stages, boxes, unit - SHAPE.tiles * SHAPE.split_k, step, step)
+    return num_begun
+
+
+@gluon.jit
+def produce_beside(stages, boxes, num_begun, SHAPE: gl.constexpr):
+    """Loads the steps of the raw units after those of FP8 weights; the first `num_begun` steps of
+    weights are already on their way."""
+    STAGES: gl.constexpr = SHAPE.stages
+    STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
+    own, first, end = _find_units(SHAPE)
+    number = own * SHAPE.steps
+    for unit in range(first, end, gl.num_programs(0)):
+        for step in range(STEPS):
+            stage = number % STAGES
+            if number >= num_begun:
+                mbarrier.wait(stages.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+                _fetch_raw(stages, boxes, unit - SHAPE.tiles * SHAPE.split_k, step, stage)
+            _fetch_raw_rows(stages, boxes, step, stage)
+            number += 1
+
+
+@gluon.jit
+def _fetch_raw(stages, boxes, unit, step, stage):
+    """Starts to load a step's weights; its barrier waits for the rows too."""
+    weight = boxes.raw_weight
+    ROWS: gl.constexpr = boxes.raw_rows.block_type.shape[0]
+    DEPTH: gl.constexpr = weight.block_type.shape[1]
+    PARTS: gl.constexpr = _parts_of(ROWS)
+    bar, place = stages.bars.index(stage), _as_lines(stages.weights.index(stage), weight.dtype)
+    mbarrier.expect(bar, PARTS * (ROWS + _RAW_N) * DEPTH * 2)
+    for part in gl.static_range(PARTS):
+        at = [unit * _RAW_N, (step * PARTS + part) * DEPTH]
+        load_box(weight, at, bar, place.slice(part * _MMA_M + _MMA_M // PARTS, _RAW_N))
+
+
+@gluon.jit
+def _fetch_raw_rows(stages, boxes, step, stage):
+    rows = boxes.raw_rows
+    ROWS: gl.constexpr = rows.block_type.shape[0]
+    DEPTH: gl.constexpr = rows.block_type.shape[1]
+    PARTS: gl.constexpr = _parts_of(ROWS)
+    place = _as_lines(stages.weights.index(stage), rows.dtype)
+    for part in gl.static_range(PARTS):
+        at = [0, (step * PARTS + part) * DEPTH]
+        load_box(rows, at, stages.bars.index(stage), place.slice(part * _MMA_M, ROWS))
+
+
+@gluon.jit
+def consume_beside(stages, product, number, PART: gl.constexpr, SHAPE: gl.constexpr):
+    """Multiplies half of the outputs of raw units; the program has used up `number` steps."""
+    STAGES: gl.constexpr = SHAPE.stages
+    HALF: gl.constexpr = _RAW_N // 2
+    PARTS: gl.constexpr = _parts_of(SHAPE.block_m)
+    STEPS: gl.constexpr = SHAPE.inputs // (PARTS * _MMA_M)
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dtype: gl.constexpr = product.base.dtype.element_ty
+    row = gl.arange(0, _MMA_M, layout=gl.SliceLayout(1, RESULT))[:, None]
+    inside = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, RESULT))[None, :]
+    _, first, end = _find_units(SHAPE)
+    for unit in range(first, end, gl.num_programs(0)):
+        result = gl.zeros([_MMA_M, HALF], gl.float32, layout=RESULT)
+        for _ in range(STEPS):
+            stage = number % STAGES
+            mbarrier.wait(stages.bars.index(stage), number // STAGES & 1)
+            place = _as_lines(stages.weights.index(stage), dtype)
+            for part in gl.static_range(PARTS):
+                left = place.slice(part * _MMA_M, _MMA_M)
+                right = place.slice(part * _MMA_M + _MMA_M // PARTS + PART * HALF, HALF)
+                result = warpgroup_mma(left, right.permute((1, 0)), result, is_async=True)
+            result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(stages.bars.index(STAGES + stage), count=1)
+            number += 1
+        column = (unit - SHAPE.tiles * SHAPE.split_k) * _RAW_N + inside
+        target = product.base + row * product.stride + SHAPE.outputs + column
+        mask = (row < product.num_tokens) & (column < SHAPE.beside)
+        gl.store(target, result.to(dtype), mask=mask)
+
+
+@gluon.jit
+def _as_lines(stage, dtype: gl.constexpr):
+    """Returns a stage of FP8 weights as twice 64 lines of 64 numbers."""
+    return stage._reinterpret(dtype, [2 * _MMA_M, _MMA_M], _LINES)

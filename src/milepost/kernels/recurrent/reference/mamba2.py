@@ -33,7 +33,7 @@ from milepost.kernels.platform.tensors import (
 )
 from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, carry_states, run
 from milepost.kernels.recurrent.structures import LayerStates
-from milepost.kernels.recurrent.weights import Mamba2Weights
+from milepost.kernels.recurrent.table import Mamba2Weights
 
 
 def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: MixerRows) -> Tensor:

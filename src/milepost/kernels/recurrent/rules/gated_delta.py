@@ -26,7 +26,7 @@ from milepost.kernels.recurrent.structures import (
     ProjectedRows,
     tile_of,
 )
-from milepost.kernels.recurrent.weights import GatedDeltaWeights, KDAProjected, KDAWeights
+from milepost.kernels.recurrent.table import GatedDeltaWeights, KDAProjected, KDAWeights
 
 
 class DeltaWeights(NamedTuple):

@@ -23,7 +23,7 @@ from milepost.kernels.recurrent.structures import (
     ProjectedRows,
     tile_of,
 )
-from milepost.kernels.recurrent.weights import Mamba2Weights
+from milepost.kernels.recurrent.table import Mamba2Weights
 
 
 class SmallMamba2Weights(NamedTuple):

@@ -2,7 +2,7 @@
 
 import torch
 
-from milepost.kernels.numerics_identity import numerics_identity
+from milepost.engine.assembly.bitwise import numerics_identity
 from milepost.kernels.products.table import PRODUCTS
 
 CPU = torch.device("cpu")
