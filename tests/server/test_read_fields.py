@@ -5,12 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import BeforeValidator
 
 import milepost.server
 import milepost.server.anthropic.protocol
 import milepost.server.responses.protocol
-from milepost.server.fields import Body, Unread
+from milepost.server.fields import Body, Only, Unread
 
 NOTHING_TO_DO = {
     "spaces_between_special_tokens": "nothing is ever put between tokens",
@@ -61,10 +60,9 @@ def test_every_field_is_read_refused_or_named():
     read, idle = names_read(), []
     for kind in bodies():
         for name, field in kind.model_fields.items():
-            is_told = any(isinstance(mark, Unread) for mark in field.metadata)
-            is_limited = any(isinstance(mark, BeforeValidator) for mark in field.metadata)
+            is_marked = any(isinstance(mark, (Only, Unread)) for mark in field.metadata)
             known = name in NOTHING_TO_DO or name in SENT_BACK
-            if not (is_told or is_limited or known or name in read):
+            if not (is_marked or known or name in read):
                 idle.append(f"{kind.__name__}.{name}")
     assert idle == []
 

@@ -1,29 +1,28 @@
 """Types of fields, and the base class of all bodies.
 
 A field that would change the answer and is not supported accepts only values without an effect
-(`only`). A field that clients send for another service, and that changes nothing here, is accepted
-and named in the response (`unread`).
+(`Only`). A field that clients send for another service, and that changes nothing here, is accepted
+and named in the response (`Unread`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     Tag,
-    WithJsonSchema,
     WrapValidator,
 )
+from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_function
 
 from milepost.server.bodies import STOP_AT_FIRST
 
@@ -67,36 +66,44 @@ MAX_STOP_LEN = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
 
-def only(*values: Any, hint: str = "") -> Any:
-    """Returns the type of a field that is not supported: null, or a value without an effect. The
-    `hint` says what to use in its place."""
+class Only:
+    """Marks a field that is not supported: it may be null, or one of `values`, which have no
+    effect. The `hint` says what to use in its place."""
 
-    def check(value: Any) -> Any:
-        if any(type(value) is type(allowed) and value == allowed for allowed in (None, *values)):
-            return value
-        raise ValueError(hint or "this is not supported: leave the field out")
+    def __init__(self, *values: Any, hint: str = "") -> None:
+        self._allowed = (None, *values)
+        self._hint = hint
 
-    about = f"Not supported; {hint}." if hint else "Not supported beyond these values."
-    schema = {"enum": [None, *values], "description": about}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _: Any, __: Any) -> dict[str, Any]:
+        hint = self._hint
+        about = f"Not supported; {hint}." if hint else "Not supported beyond these values."
+        return {"enum": [*self._allowed], "description": about}
+
+    def _check(self, value: Any) -> Any:
+        if not _is_one_of(value, self._allowed):
+            raise ValueError(self._hint or "this is not supported: leave the field out")
+        return value
 
 
-@dataclass(frozen=True, slots=True)
 class Unread:
-    """Marks a field that changes nothing here. Its value is reported in the response, unless it is
-    one of `asks_nothing`."""
+    """Marks a field that is accepted and changes nothing here. Its value is reported in the
+    response, unless it is one of `asks_nothing`."""
 
-    asks_nothing: tuple[Any, ...] = ()
+    def __init__(self, *asks_nothing: Any) -> None:
+        self._asks_nothing = asks_nothing
 
     def is_asked(self, value: Any) -> bool:
         if value is None or value in ("", [], {}):
             return False
-        return not any(type(value) is type(each) and value == each for each in self.asks_nothing)
+        return not _is_one_of(value, self._asks_nothing)
 
 
-def unread(kind: Any, *asks_nothing: Any) -> Any:
-    """Returns the type of a field that is accepted, ignored, and named in the response."""
-    return Annotated[kind | None, Unread(asks_nothing)]
+def _is_one_of(value: Any, others: tuple[Any, ...]) -> bool:
+    """Whether a value equals one of the others and has its type: True is not 1."""
+    return any(type(value) is type(other) and value == other for other in others)
 
 
 class Body(BaseModel):

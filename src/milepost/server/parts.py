@@ -14,9 +14,9 @@ from milepost.server.fields import (
     Detail,
     Int64,
     Many,
-    only,
+    Only,
+    Unread,
     tagged,
-    unread,
     with_type,
 )
 from milepost.server.tools import ToolCall
@@ -27,21 +27,21 @@ class StreamOptions(Body):
     """Ends the stream with a chunk that has `usage`."""
     continuous_usage_stats: bool | None = None
     """Adds the usage so far to every chunk, if include_usage is set."""
-    include_obfuscation: unread(bool, False) = None
+    include_obfuscation: Annotated[bool | None, Unread(False)] = None
 
 
 class CacheControl(Body):
     """A breakpoint: the state at the end of this part is worth keeping."""
 
     type: Literal["ephemeral"]
-    ttl: unread(str) = None
+    ttl: Annotated[str | None, Unread()] = None
 
 
 class CacheBreakpoint(Body):
     """A breakpoint in OpenAI's form."""
 
     mode: Literal["explicit"]
-    ttl: unread(str) = None
+    ttl: Annotated[str | None, Unread()] = None
 
 
 class MarkedPart(Body):
@@ -68,15 +68,15 @@ class ImagePart(MarkedPart):
     type: Literal["image_url", "input_image"]
     image_url: ImageUrl | str
     detail: Detail | None = None
-    uuid: unread(str) = None
+    uuid: Annotated[str | None, Unread()] = None
 
     @property
     def plain(self) -> dict[str, Any]:
         """The part as `engine.media` reads it."""
-        url, detail = self.image_url, self.detail
-        if isinstance(url, ImageUrl):
-            url, detail = url.url, url.detail or detail
-        return {"type": "image_url", "image_url": url, "detail": detail}
+        image, detail = self.image_url, self.detail
+        if isinstance(image, str):
+            return {"type": "image_url", "image_url": image, "detail": detail}
+        return {"type": "image_url", "image_url": image.url, "detail": image.detail or detail}
 
 
 class VideoUrl(Body):
@@ -90,7 +90,7 @@ class VideoPart(MarkedPart):
 
     type: Literal["video_url"]
     video_url: VideoUrl | str
-    uuid: unread(str) = None
+    uuid: Annotated[str | None, Unread()] = None
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class FramesPart(MarkedPart):
 
     type: Literal["video"]
     video: VideoFrames
-    uuid: unread(str) = None
+    uuid: Annotated[str | None, Unread()] = None
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -168,9 +168,9 @@ class Message(Body):
     reasoning: str | None = None
     cache_control: CacheControl | None = None
     refusal: str | None = None
-    audio: only() = None
-    function_call: only(hint="use tool_calls") = None
-    annotations: unread(Any) = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only(hint="use tool_calls")] = None
+    annotations: Annotated[Any, Unread()] = None
     """Clients send these back as they received them; the model does not see them."""
 
     @model_validator(mode="after")
@@ -182,7 +182,7 @@ class Message(Body):
 
 class JsonSchema(Body):
     name: str | None = None
-    description: unread(str) = None
+    description: Annotated[str | None, Unread()] = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -211,11 +211,11 @@ class StructuredOutputsField(Body):
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark."""
     json_object: bool | None = None
-    structural_tag: only() = None
+    structural_tag: Annotated[Any, Only()] = None
     disable_any_whitespace: bool | None = None
     """Allows no white space between values; needs a JSON schema."""
-    disable_additional_properties: only(False) = None
-    whitespace_pattern: only() = None
+    disable_additional_properties: Annotated[Any, Only(False)] = None
+    whitespace_pattern: Annotated[Any, Only()] = None
 
 
 class AnswerFields(Body):
@@ -241,7 +241,7 @@ class AnswerFields(Body):
     """Passed by a router from the engine that prefills to the one for decoding."""
 
     # Meant for the service rather than the model.
-    service_tier: unread(str, "auto", "default") = None
-    prompt_cache_key: unread(str) = None
-    prompt_cache_retention: unread(str) = None
-    safety_identifier: unread(str) = None
+    service_tier: Annotated[str | None, Unread("auto", "default")] = None
+    prompt_cache_key: Annotated[str | None, Unread()] = None
+    prompt_cache_retention: Annotated[str | None, Unread()] = None
+    safety_identifier: Annotated[str | None, Unread()] = None

@@ -18,12 +18,12 @@ from milepost.server.fields import (
     Body,
     Count,
     Many,
+    Only,
     Positive,
     StopText,
     TokenId,
     TokenIds,
-    only,
-    unread,
+    Unread,
 )
 from milepost.server.parts import (
     AnswerFields,
@@ -85,24 +85,24 @@ class Sampling(AnswerFields):
     streams."""
 
     # Meant for the service rather than the model.
-    store: unread(bool, False) = None
-    metadata: unread(dict[str, Any]) = None
+    store: Annotated[bool | None, Unread(False)] = None
+    metadata: Annotated[dict[str, Any] | None, Unread()] = None
 
     # Would change the answer, and not supported.
-    use_beam_search: only(False) = None
-    length_penalty: only(1, 1.0) = None
-    logit_processors: only([]) = None
-    logits_processors: only([]) = None
-    logprob_token_ids: only([]) = None
-    repetition_detection: only() = None
-    prompt_embeds: only() = None
-    guided_json: only(hint="use structured_outputs.json") = None
-    guided_regex: only(hint="use structured_outputs.regex") = None
-    guided_choice: only(hint="use structured_outputs.choice") = None
-    guided_grammar: only(hint="use structured_outputs.grammar") = None
-    guided_decoding_backend: unread(Any) = None
-    guided_whitespace_pattern: only() = None
-    structural_tag: only() = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1, 1.0)] = None
+    logit_processors: Annotated[Any, Only([])] = None
+    logits_processors: Annotated[Any, Only([])] = None
+    logprob_token_ids: Annotated[Any, Only([])] = None
+    repetition_detection: Annotated[Any, Only()] = None
+    prompt_embeds: Annotated[Any, Only()] = None
+    guided_json: Annotated[Any, Only(hint="use structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Only(hint="use structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Only(hint="use structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Only(hint="use structured_outputs.grammar")] = None
+    guided_decoding_backend: Annotated[Any, Unread()] = None
+    guided_whitespace_pattern: Annotated[Any, Only()] = None
+    structural_tag: Annotated[Any, Only()] = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -156,8 +156,8 @@ class CompletionRequest(Sampling):
     """False leaves out the beginning-of-sequence token before prompts that are text."""
     echo: bool | None = None
     """Begins the text with the prompt, and the logprobs with the prompt's."""
-    best_of: only(1) = None
-    suffix: only("") = None
+    best_of: Annotated[Any, Only(1)] = None
+    suffix: Annotated[Any, Only("")] = None
 
     @model_validator(mode="after")
     def _answers_something(self) -> CompletionRequest:
@@ -192,15 +192,15 @@ class ChatRequest(Sampling):
     """False leaves the reasoning out of the response."""
     documents: Annotated[Many[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
     """Passed to the chat template, which must read them."""
-    chat_template: only() = None
-    add_special_tokens: only(False) = None
-    echo: only(False) = None
-    modalities: only(["text"]) = None
-    audio: only() = None
-    web_search_options: only() = None
-    functions: only([], hint="use tools") = None
-    function_call: only("none", "auto", hint="use tool_choice") = None
-    media_io_kwargs: unread(Any) = None
+    chat_template: Annotated[Any, Only()] = None
+    add_special_tokens: Annotated[Any, Only(False)] = None
+    echo: Annotated[Any, Only(False)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
+    functions: Annotated[Any, Only([], hint="use tools")] = None
+    function_call: Annotated[Any, Only("none", "auto", hint="use tool_choice")] = None
+    media_io_kwargs: Annotated[Any, Unread()] = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

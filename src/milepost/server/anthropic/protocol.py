@@ -18,7 +18,6 @@ from milepost.server.fields import (
     StopText,
     Unread,
     tagged,
-    unread,
 )
 from milepost.server.parts import CacheControl
 from milepost.server.protocol import MAX_MESSAGES, MAX_STOPS
@@ -27,7 +26,7 @@ from milepost.server.tools import read_arguments
 
 class _MarkedBlock(Body):
     cache_control: CacheControl | None = None
-    citations: unread(Any) = None
+    citations: Annotated[Any, Unread()] = None
 
 
 class TextBlock(_MarkedBlock):
@@ -161,7 +160,7 @@ class ResultBlock(_MarkedBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[Many[TextLike], Field(max_length=MAX_PARTS)] | None = None
-    is_error: unread(bool, False) = None
+    is_error: Annotated[bool | None, Unread(False)] = None
     """The content says what went wrong."""
 
 
@@ -171,7 +170,7 @@ class ServerResultBlock(_MarkedBlock):
     type: AnyType
     tool_use_id: str
     content: Any = None
-    is_error: unread(bool, False) = None
+    is_error: Annotated[bool | None, Unread(False)] = None
     caller: Any = None
 
 
@@ -221,9 +220,9 @@ class ClientTool(Body):
     cache_control: CacheControl | None = None
     eager_input_streaming: Any = None
     """Arguments are always streamed as they come."""
-    input_examples: unread(Any) = None
-    defer_loading: unread(bool, False) = None
-    allowed_callers: unread(Any) = None
+    input_examples: Annotated[Any, Unread()] = None
+    defer_loading: Annotated[bool | None, Unread(False)] = None
+    allowed_callers: Annotated[Any, Unread()] = None
 
     @property
     def is_custom(self) -> bool:
@@ -280,7 +279,7 @@ class CountTokensRequest(Body):
     output_format: OutputFormat | None = None
     """Former name of `output_config.format`."""
     cache_control: CacheControl | None = None
-    mcp_servers: unread(Any) = None
+    mcp_servers: Annotated[Any, Unread()] = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -294,6 +293,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
     """Its `user_id` is written to the access log."""
-    service_tier: unread(str, "auto", "standard_only") = None
+    service_tier: Annotated[str | None, Unread("auto", "standard_only")] = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share cached prefixes only with requests of the same salt."""

@@ -19,10 +19,10 @@ from milepost.server.fields import (
     Detail,
     LeftOutBody,
     Many,
+    Only,
     Positive,
-    only,
+    Unread,
     tagged,
-    unread,
 )
 from milepost.server.parts import AnswerFields, MarkedPart
 from milepost.server.protocol import MAX_MESSAGES
@@ -36,7 +36,7 @@ class ContentPart(MarkedPart):
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
-    annotations: unread(Any) = None
+    annotations: Annotated[Any, Unread()] = None
     logprobs: Any = None
     """Clients send these back as they received them."""
 
@@ -50,7 +50,7 @@ class ContentPart(MarkedPart):
 class InputImage(MarkedPart):
     type: Literal["input_image"]
     image_url: str | None = None
-    file_id: only(hint="use image_url with a data: URL") = None
+    file_id: Annotated[Any, Only(hint="use image_url with a data: URL")] = None
     detail: Detail | None = None
 
     @model_validator(mode="after")
@@ -85,7 +85,7 @@ class MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts
-    phase: unread(str) = None
+    phase: Annotated[str | None, Unread()] = None
 
 
 class ReasoningItem(_AnyItem):
@@ -93,7 +93,7 @@ class ReasoningItem(_AnyItem):
     content: TextParts | None = None
     summary: TextParts | None = None
     """Used if there is no content."""
-    encrypted_content: unread(str) = None
+    encrypted_content: Annotated[str | None, Unread()] = None
 
 
 class CallItem(_AnyItem):
@@ -229,25 +229,25 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    description: unread(str) = None
+    description: Annotated[str | None, Unread()] = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: unread(str, "medium") = None
+    verbosity: Annotated[str | None, Unread("medium")] = None
 
 
 class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
-    summary: unread(str) = None
+    summary: Annotated[str | None, Unread()] = None
     """Reasoning is returned unchanged."""
-    generate_summary: unread(str) = None
+    generate_summary: Annotated[str | None, Unread()] = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: unread(bool, False) = None
+    include_obfuscation: Annotated[bool | None, Unread(False)] = None
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -272,11 +272,11 @@ class ResponsesRequest(AnswerFields):
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
     metadata: dict[str, Any] | None = None
-    truncation: unread(Literal["auto", "disabled"], "disabled") = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, Unread("disabled")] = None
     """`auto` drops nothing either: a prompt that is too long is refused."""
-    background: only(False) = None
-    conversation: only() = None
-    prompt: only() = None
+    background: Annotated[Any, Only(False)] = None
+    conversation: Annotated[Any, Only()] = None
+    prompt: Annotated[Any, Only()] = None
     max_tool_calls: Any = None
     """Limits calls of tools that a server runs; none are run here."""
 

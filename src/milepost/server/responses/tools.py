@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from milepost.server import tools as chat
-from milepost.server.fields import AnyType, Body, LeftOutBody, Many, tagged, unread
+from milepost.server.fields import AnyType, Body, LeftOutBody, Many, Unread, tagged
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -25,9 +25,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: unread(bool, False) = None
-    allowed_callers: unread(list[str]) = None
-    output_schema: unread(dict[str, Any]) = None
+    defer_loading: Annotated[bool | None, Unread(False)] = None
+    allowed_callers: Annotated[list[str] | None, Unread()] = None
+    output_schema: Annotated[dict[str, Any] | None, Unread()] = None
 
 
 class TextForm(Body):
@@ -55,8 +55,8 @@ class CustomTool(Body):
     name: Name
     description: str | None = None
     format: TextForm | None = None
-    defer_loading: unread(bool, False) = None
-    allowed_callers: unread(list[str]) = None
+    defer_loading: Annotated[bool | None, Unread(False)] = None
+    allowed_callers: Annotated[list[str] | None, Unread()] = None
 
 
 class Namespace(Body):
