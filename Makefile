@@ -79,6 +79,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --package bench.kernels
+	$(BIN)/mypy tools/dashboards
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -253,5 +253,5 @@ def test_a_route_prefix_is_not_part_of_the_path():
 
     scope = {"type": "http", "method": "POST", "path": "/llm/v1/completions", "headers": []}
     scope |= {"root_path": "/llm", "server": ("10.0.0.9", 80)}
-    asyncio.run(Front.func_or_class(replicas)(Request(scope, receive)))
+    asyncio.run(Front(replicas)(Request(scope, receive)))
     assert asked == ["/v1/completions", ("/v1/completions", "", ("10.0.0.9", 80))]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import triton
 
-from milepost.kernels.attention.items import AttentionItems, Tiling, lay_out
+from milepost.kernels.attention.items import Tiling, lay_out
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
 from milepost.kernels.attention.portable.prepare import prepare
 from milepost.kernels.attention.portable.tiles import KVTiles
@@ -29,6 +29,7 @@ from milepost.kernels.attention.run import attend
 from milepost.kernels.attention.tiles import ItemShapes
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import num_sms
+from milepost.runner.staging import on_device
 
 BYTES_PER_S = 4.28e12
 FLOPS_PER_S = 787e12
@@ -145,7 +146,8 @@ class Step:
             shapes=ItemShapes(**(FLOAT8_ITEMS if case.kv_dtype.itemsize == 1 else {}) | options),
         )
         shared = tables if share else None
-        self.items = on_device(lay_out(case.starts, case.lengths, range(len(ends)), tiling, shared))
+        items = lay_out(case.starts, case.lengths, range(len(ends)), tiling, shared)
+        self.items = on_device(items, torch.device("cuda"))
 
     def attend(self, **shapes: KVTiles) -> None:
         for pool in self.pools:
@@ -165,17 +167,10 @@ class Step:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        milliseconds = triton.testing.do_bench(
+        milliseconds: float = triton.testing.do_bench(
             graph.replay, warmup=20, rep=100, return_mode="median"
         )
         return 1e3 * milliseconds / len(self.pools)
-
-
-def on_device(items: AttentionItems) -> AttentionItems:
-    arrays = {
-        name: torch.from_numpy(getattr(items, name)).cuda() for name in ("narrow", "wide", "bases")
-    }
-    return replace(items, **arrays)
 
 
 def measure(case: Case, padding: int) -> dict[str, Any]:

@@ -111,7 +111,8 @@ def time_us(call: Callable[[int], None], turns: int) -> float:
     with torch.cuda.graph(graph):
         for turn in range(turns):
             call(turn)
-    return do_bench(graph.replay, warmup=50, rep=200, return_mode="median") * 1e3 / turns
+    milliseconds: float = do_bench(graph.replay, warmup=50, rep=200, return_mode="median")
+    return milliseconds * 1e3 / turns
 
 
 def _prepare(

@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,8 +111,7 @@ def _multiply(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) ->
 
 
 def _name(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) -> str:
-    how = {"epilogue": Epilogue.PARTIALS, "order": order}
-    given = Multiplication(as_activations(rows), weight, **how)
+    given = Multiplication(as_activations(rows), weight, epilogue=Epilogue.PARTIALS, order=order)
     choice = PRODUCTS.choose(given.product, probe(rows.device))
     return "none" if choice is None else f"{choice.kernel.name}: {choice.order}"
 
@@ -124,9 +124,10 @@ def _equal(found: Tensor, expected: Tensor) -> float:
 
 def _time(rows: Tensor, weight: Form, *, order: SumOrder = SumOrder.FREE) -> float:
     copies = max(2, min(24, LEAST_BYTES // (weight.num_outputs * weight.num_inputs)))
-    weights = [replace(weight, values=weight.values.clone()) for _ in range(copies)]
-    how = {"epilogue": Epilogue.PARTIALS, "order": order}
-    calls = [partial(products.multiply, rows, each, **how) for each in weights]
+    calls = [
+        partial(products.multiply, rows, each, epilogue=Epilogue.PARTIALS, order=order)
+        for each in (deepcopy(weight) for _ in range(copies))
+    ]
     return round(time_us(calls), 2)
 
 

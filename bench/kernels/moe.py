@@ -75,7 +75,8 @@ def route(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+    filled: Tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+    return filled
 
 
 if __name__ == "__main__":

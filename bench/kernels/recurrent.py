@@ -97,7 +97,7 @@ def time_us(step: Callable[[], Any]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(LAUNCHES):
             step()
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -112,6 +112,7 @@ def check_gemms() -> None:
         for num_inputs, num_outputs in ((256, 8200), (8192, 2048), (4096, 4096), (4096, 2048)):
             hidden, weight = draw(num_tokens, num_inputs), draw(num_outputs, num_inputs)
             output = multiply(hidden.cuda(), Raw(values=weight.cuda()))
+            assert isinstance(output, Tensor)
             expected = F.linear(hidden.float(), weight.float())
             compare(f"{num_tokens} by {num_inputs} by {num_outputs}", output, expected)
 
@@ -128,6 +129,7 @@ def check_decode() -> None:
         moved = make_projected(MIXER, num_sequences + 1, DTYPE, "cuda")
         output = fused_decode(moved, make_weights(MIXER, DTYPE, "cuda"), ours, padded)
         expected = expected_decode(MIXER, projected[:-1], weights, pools, batch)
+        assert isinstance(output, torch.Tensor)
         compare(f"decode of {num_sequences}", output[:-1], expected)
         compare(f"states of {num_sequences}", ours.recurrent[3:], pools.recurrent[3:])
 
@@ -163,16 +165,26 @@ def check_attention() -> None:
         expected = step.expected()
         step.device = "cuda"
         step.pool = step.pool.cuda()
-        given = step.query.cuda(), step.gate.cuda(), step.kv(), step.on_device(step.items())
-        output = attention.attend(*given, case.head_dim**-0.5)
+        gate = None if step.gate is None else step.gate.cuda()
+        items = step.on_device(step.items())
+        output = attention.attend(step.query.cuda(), gate, step.kv(), items, case.head_dim**-0.5)
         compare(name, output, expected)
     cpu = build_projection(70, head_dim=128, half=16, dtype=DTYPE)
     query, pool = cpu.expected()
     kept = cpu.pool.cuda()
-    scales, angles = cpu.norm_scale.cuda(), tuple(each.cuda() for each in cpu.angles)
-    kv_rows = cpu.kv_rows.cuda()
-    moved = cpu.projected.cuda(), scales, cpu.eps, angles, PagedKV(kept), kv_rows
-    compare("queries", preparation.prepare(*moved, num_heads=cpu.num_heads), query)
+    assert cpu.norm_scale is not None
+    assert cpu.angles is not None
+    cosines, sines = cpu.angles
+    prepared = preparation.prepare(
+        cpu.projected.cuda(),
+        cpu.norm_scale.cuda(),
+        cpu.eps,
+        (cosines.cuda(), sines.cuda()),
+        PagedKV(kept),
+        cpu.kv_rows.cuda(),
+        num_heads=cpu.num_heads,
+    )
+    compare("queries", prepared, query)
     compare("pool", kept.nan_to_num(), pool.nan_to_num())
 
 

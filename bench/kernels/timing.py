@@ -24,7 +24,8 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return do_bench(graph.replay, warmup=30, rep=100, return_mode="median") * 1e3 / len(calls)
+    milliseconds: float = do_bench(graph.replay, warmup=30, rep=100, return_mode="median")
+    return milliseconds * 1e3 / len(calls)
 
 
 def parse(document: str) -> argparse.Namespace:

@@ -135,7 +135,10 @@ class Steps:
             self.executor.launch(self._plan(num, drafts, 0), None)
         self.executor.launch(self._plan(num, drafts, drafts), None)
         replay = self.executor._graphs.replay
-        return do_bench(lambda: replay(capacity), warmup=100, rep=300, return_mode="median") * 1e3
+        milliseconds: float = do_bench(
+            lambda: replay(capacity), warmup=100, rep=300, return_mode="median"
+        )
+        return milliseconds * 1e3
 
     def _plan(self, num: int, drafts: int, fold: int) -> StepPlan:
         return StepPlan(sequences=tuple(self._part(n, drafts, fold) for n in range(1, num + 1)))

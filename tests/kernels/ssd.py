@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -122,8 +122,15 @@ def launch(
     return mix(projected, weights, pools.states(slots, records), layout)
 
 
+class HasOperation(Protocol):
+    """Shapes of a mixer, this one or another."""
+
+    @property
+    def operation(self) -> RecurrentOperation: ...
+
+
 def lay_out(
-    shapes: Shapes,
+    shapes: HasOperation,
     batch: Batch,
     device: torch.device,
     chip: Chip | None,

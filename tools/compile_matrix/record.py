@@ -14,6 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from milepost.config import DType
+
 REPOSITORY = Path(__file__).parents[2]
 _NUM_DRAFTS = 3
 _EAGER = (600, 2048, 8192)
@@ -104,7 +106,7 @@ class Case:
     page_size: int = 64
     overrides: Mapping[str, Any] | None = None
     """Of its configuration."""
-    dtype: str = "auto"
+    dtype: DType = "auto"
     only_attention: bool = False
     """Where nothing else differs from another case."""
     is_whole: bool = False

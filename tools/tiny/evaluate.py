@@ -16,6 +16,7 @@ import lzma
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import ngram
 import numpy as np
@@ -25,7 +26,6 @@ from model import CHUNK, Tiny, load
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-XZ = {"format": lzma.FORMAT_XZ, "preset": 9 | lzma.PRESET_EXTREME}
 SYSTEM = "You are Milepost-tiny, an assistant for Python's standard library."
 QUESTIONS = [
     ["What does `str.partition` do?", "What arguments does it take?"],
@@ -45,7 +45,7 @@ def documents(data: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (data / "heldout.jsonl").read_text().splitlines()]
 
 
-def rows(texts: list[str], tokenizer, length: int) -> list[torch.Tensor]:
+def rows(texts: list[str], tokenizer: Any, length: int) -> list[torch.Tensor]:
     """Token ids of each document after <|endoftext|>, cut where the context ends."""
     found = []
     for text in texts:
@@ -67,10 +67,10 @@ def score(model: Tiny, row: torch.Tensor) -> tuple[float, int, int]:
     if real < 2:
         return bits, 0, 0
     draft = model.logits(model.draft_hidden(hidden, targets))[:, : real - 1].argmax(-1)
-    return bits, (draft == main[:, 1:].argmax(-1)).sum().item(), real - 1
+    return bits, int((draft == main[:, 1:].argmax(-1)).sum()), real - 1
 
 
-def language(model: Tiny, texts: list[str], tokenizer) -> dict[str, float]:
+def language(model: Tiny, texts: list[str], tokenizer: Any) -> dict[str, float]:
     bits, agreed, drafts = 0.0, 0, 0
     for row in tqdm(
         rows(texts, tokenizer, model.config.max_position_embeddings - 1), desc="held-out text"
@@ -86,7 +86,7 @@ def language(model: Tiny, texts: list[str], tokenizer) -> dict[str, float]:
     }
 
 
-def compressors(texts: list[str], data: Path, tokenizer) -> dict[str, float]:
+def compressors(texts: list[str], data: Path, tokenizer: Any) -> dict[str, float]:
     """Bits per byte of xz -9e (all documents as one file) and of the 5-gram model."""
     joined = "\n".join(texts).encode()
     base = len(tokenizer)
@@ -96,15 +96,16 @@ def compressors(texts: list[str], data: Path, tokenizer) -> dict[str, float]:
     for text in texts:
         ids += [*tokenizer(text)["input_ids"], 0]
     size = sum(len(text.encode()) for text in texts)
+    xz = lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)
     return {
-        "xz_bits_per_byte": 8 * len(lzma.compress(joined, **XZ)) / len(joined),
+        "xz_bits_per_byte": 8 * len(xz) / len(joined),
         "five_gram_bits_per_byte": ngram.bits(tables, np.array(ids[:-1]), base) / size,
     }
 
 
 @torch.no_grad()
 def along_greedy(
-    model: Tiny, main, texts: list[str], tokenizer, count: int = 40
+    model: Tiny, main: Any, texts: list[str], tokenizer: Any, count: int = 40
 ) -> dict[str, float]:
     """Acceptance along greedy continuations (96 tokens) of the first 64 tokens of `count`
     documents."""
@@ -123,15 +124,16 @@ def along_greedy(
     return {"greedy_acceptance": agreed / drafts, "greedy_drafts": drafts}
 
 
-def answer(main, tokenizer, messages: list[dict[str, str]]) -> str:
+def answer(main: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     out = main.generate(**ids, max_new_tokens=200, do_sample=False)
-    return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    text: str = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
 
 
-def samples(main, tokenizer) -> str:
+def samples(main: Any, tokenizer: Any) -> str:
     """The ten dialogues as Markdown, unedited."""
     parts = []
     for number, questions in enumerate(QUESTIONS, 1):

@@ -315,7 +315,7 @@ def _paragraph(lines: list[str], start: int, nodes: list[Node]) -> int:
 
 def render(nodes: Iterable[Node], indent: str = "") -> str:
     """The nodes as text: one line a paragraph, a blank line between blocks."""
-    out: list[str] = []
+    out: list[tuple[str, str]] = []
     for node in nodes:
         text = _render_one(node, indent)
         if text:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,37 +25,40 @@ CHUNK = 64
 
 
 def tiny_config(vocab_size: int = 6144) -> Qwen3_5TextConfig:
-    return Qwen3_5TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 100000.0,
-            "partial_rotary_factor": 0.25,
-        },
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        full_attention_interval=4,
-        attn_output_gate=True,
-        mamba_ssm_dtype="float32",
-        mtp_num_hidden_layers=1,
-        mtp_use_dedicated_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        architectures=["Qwen3_5ForCausalLM"],
-        dtype="bfloat16",
+    config: Qwen3_5TextConfig = Qwen3_5TextConfig.from_dict(
+        {
+            "vocab_size": vocab_size,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "full_attention_interval": 4,
+            "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "dtype": "bfloat16",
+        }
     )
+    return config
 
 
 class Norm(nn.Module):
@@ -113,14 +117,17 @@ def _(lower: Tensor) -> Tensor:
     return lower.new_empty(lower.shape)
 
 
-def _inverse_backward(ctx, grad: Tensor) -> Tensor:
-    transposed = ctx.saved_tensors[0].mT
+def _inverse_backward(ctx: Any, grad: Tensor) -> Tensor:
+    transposed: Tensor = ctx.saved_tensors[0].mT
     return -(transposed @ grad @ transposed).tril(-1)
 
 
-inverse.register_autograd(
-    _inverse_backward, setup_context=lambda ctx, _, output: ctx.save_for_backward(output)
-)
+def _inverse_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    del inputs
+    ctx.save_for_backward(output)
+
+
+inverse.register_autograd(_inverse_backward, setup_context=_inverse_context)
 
 
 @torch.library.custom_op("tiny::scan", mutates_args=())
@@ -149,13 +156,13 @@ def _(step: Tensor, add: Tensor) -> Tensor:
     return add.new_empty(add.shape)
 
 
-def _scan_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     step, states = ctx.saved_tensors
     after = scan_backward(step, grad)
     return after @ states.mT, after
 
 
-def _scan_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _scan_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
 
@@ -196,7 +203,7 @@ def gated_delta(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
         chunks, batch, heads, -1, width
     )
     new = new - read @ states
-    out = (query * total.exp()[..., None]) @ states + ((query @ key.mT) * pair) @ new
+    out: Tensor = (query * total.exp()[..., None]) @ states + ((query @ key.mT) * pair) @ new
     return out.permute(1, 0, 3, 2, 4).reshape(batch, length, heads, width)
 
 
@@ -229,7 +236,10 @@ class GatedDeltaNet(nn.Module):
         weight = self.conv1d.weight.squeeze(1).float()
         taps = weight.shape[-1]
         padded = F.pad(x.float(), (0, 0, taps - 1, 0))
-        return F.silu(sum(padded[:, i : i + x.shape[1]] * weight[:, i] for i in range(taps)))
+        mixed = padded[:, : x.shape[1]] * weight[:, 0]
+        for i in range(1, taps):
+            mixed = mixed + padded[:, i : i + x.shape[1]] * weight[:, i]
+        return F.silu(mixed)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         del rotary
@@ -246,7 +256,8 @@ class GatedDeltaNet(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             out = gated_delta(query, key, value, decay, beta)
         gate = self.in_proj_z(x).view(batch, length, self.value_heads, self.value_size)
-        return self.out_proj(self.norm(out.type_as(x), gate).flatten(2))
+        mixed: Tensor = self.out_proj(self.norm(out.type_as(x), gate).flatten(2))
+        return mixed
 
 
 class Attention(nn.Module):
@@ -271,7 +282,8 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             query, key.to(query.dtype), value.to(query.dtype), is_causal=True, enable_gqa=True
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2) * gate.flatten(2).sigmoid())
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2) * gate.flatten(2).sigmoid())
+        return mixed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -288,7 +300,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        mixed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return mixed
 
 
 class Layer(nn.Module):
@@ -306,14 +319,15 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         mixer = self.linear_attn if self.kind == "linear_attention" else self.self_attn
         x = x + mixer(self.input_layernorm(x), rotary)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return mixed
 
 
 class Backbone(nn.Module):
     def __init__(self, config: Qwen3_5TextConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types or ())
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -331,7 +345,8 @@ class Predictor(nn.Module):
 
     def forward(self, hidden: Tensor, embedding: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         x = torch.cat((self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), -1)
-        return self.norm(self.layers[0](self.fc(x), rotary))
+        drafted: Tensor = self.norm(self.layers[0](self.fc(x), rotary))
+        return drafted
 
 
 class Tiny(nn.Module):
@@ -346,7 +361,7 @@ class Tiny(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (4 if deep else 1))
 
     def rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        settings = self.config.rope_parameters
+        settings: Any = self.config.rope_parameters
         size = int(self.config.head_dim * settings["partial_rotary_factor"])
         inverse_frequency = settings["rope_theta"] ** -(
             torch.arange(0, size, 2, device=device) / size
@@ -362,13 +377,15 @@ class Tiny(nn.Module):
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, rotary)
-        return self.model.norm(x)
+        last: Tensor = self.model.norm(x)
+        return last
 
     def draft_hidden(self, hidden: Tensor, following: Tensor) -> Tensor:
         """The predictor's hidden states, given final hidden states and the ids one place further
         on."""
         rotary = self.rotary(following.shape[1], following.device)
-        return self.mtp(hidden, self.model.embed_tokens(following), rotary)
+        drafted: Tensor = self.mtp(hidden, self.model.embed_tokens(following), rotary)
+        return drafted
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight.type_as(hidden))

@@ -6,7 +6,8 @@ AdamW (Liu et al. 2025, section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     """Nearest semi-orthogonal matrices of a stack [n, rows, columns], roughly, in bfloat16."""
     a, b, c = NEWTON_SCHULZ
-    y = x.bfloat16()
+    y: Tensor = x.bfloat16()
     tall = y.shape[-2] > y.shape[-1]
     if tall:
         y = y.mT
@@ -43,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         assert closure is None, "Muon takes no closure"
         for group in self.param_groups:
             stack = group["params"]

@@ -94,7 +94,7 @@ def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     chosen = [sources.fraction(name) < HELD_OUT and not is_common(name) for name, _ in documents]
     train = [document for document, held in zip(documents, chosen, strict=True) if not held]
     seen = {line for _, text in train for line in long_lines(text)}
-    held = []
+    held: list[Document] = []
     for document, is_held in zip(documents, chosen, strict=True):
         if is_held:
             (held if overlap(document[1], seen) <= 0.1 else train).append(document)
@@ -202,7 +202,7 @@ def main() -> None:
         print(
             f"{name}: {len(texts)} texts, {sum(map(len, texts)):,} characters, {len(streams[name]):,} tokens"  # noqa: E501
         )
-    np.savez_compressed(args.out / "train.npz", **streams)
+    np.savez_compressed(args.out / "train.npz", allow_pickle=True, **streams)
     with (args.out / "heldout.jsonl").open("w") as file:
         for name, text in held:
             file.write(json.dumps({"id": name, "text": text}) + "\n")

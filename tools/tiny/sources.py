@@ -121,7 +121,10 @@ def page_text(source: Source, path: Path) -> str:
 
 def docstrings(package: str) -> Iterator[tuple[str, str]]:
     """One document a module: the docstrings of an installed package, read without importing it."""
-    root = Path(importlib.util.find_spec(package).origin).parent
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    assert spec.origin is not None, package
+    root = Path(spec.origin).parent
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root.parent)
         if re.search(r"(^|/)(tests?|testing|_vendor|benchmarks)(/|$)", relative.as_posix()):

@@ -25,7 +25,6 @@ STATS_S = 1.0
 """How often replicas report their pages."""
 
 
-@serve.deployment(max_ongoing_requests=10_000)
 class Front:
     """Takes HTTP and passes each request to a replica."""
 
@@ -96,7 +95,8 @@ def routed(args: Mapping[str, Any], router: type[RequestRouter]) -> serve.Applic
             request_router_class=router, request_routing_stats_period_s=STATS_S
         ),
     )
-    return Front.bind(replica.bind(options))
+    front = serve.deployment(Front, max_ongoing_requests=10_000)
+    return front.bind(replica.bind(options))
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

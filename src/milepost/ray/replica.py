@@ -18,6 +18,7 @@ from milepost.cache.tree import Chain
 from milepost.config import EngineConfig
 from milepost.engine.processes import EngineClient
 from milepost.errors import MilepostError
+from milepost.kv_config import KVEventsConfig
 from milepost.ray.router import Wanted
 from milepost.server import app as http
 from milepost.server.config import ServerConfig
@@ -38,12 +39,12 @@ KEY_BYTES = 8
 class Replica:
     """A server without a socket."""
 
-    async def __init__(self, options: Mapping[str, Any]) -> None:
+    async def _begin(self, options: Mapping[str, Any]) -> None:
         self._open = contextlib.AsyncExitStack()
         """Resources opened so far. Ray may end a replica at any time, even while it loads."""
         folder = self._open.enter_context(tempfile.TemporaryDirectory(prefix="milepost-"))
         endpoint = f"ipc://{Path(folder) / 'events'}"
-        events = {"enable_kv_cache_events": True, "endpoint": endpoint, "hashes": "bytes"}
+        events = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, hashes="bytes")
         config = ServerConfig(access_log=False, ui=False)
         engine = EngineConfig(**options, kv_events_config=events)
         self._client = EngineClient(engine, max_waiting=config.max_waiting)
@@ -62,6 +63,9 @@ class Replica:
         self._begun: set[str] = set()
         """Requests whose answers have begun and are not over."""
         self._open.callback(asyncio.create_task(self._follow()).cancel)
+
+    __init__: Any = _begin
+    """Ray awaits it."""
 
     async def look(self, path: str, body: bytes) -> Wanted:
         """Returns a request as the router sees it, as far as it is known."""

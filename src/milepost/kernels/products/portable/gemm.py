@@ -103,7 +103,7 @@ def _gemm_kernel(
     target = (split.to(tl.int64) * num_rows + o_m) * output_stride
     # Sums of quantised weights are turned once they are scaled, and those of raw ones are not.
     if SHAPE.is_swapped and weight.scales is None:
-        if bias is not None:
+        if b_bias is not None:
             acc += b_bias[:, None]
         mask = is_column[:, None] & is_row[None, :]
         b_o = acc.to(output.dtype.element_ty)
@@ -111,7 +111,7 @@ def _gemm_kernel(
     else:
         if SHAPE.is_swapped:
             acc = tl.trans(acc)
-        if bias is not None:
+        if b_bias is not None:
             acc += b_bias[None, :]
         mask = is_row[:, None] & is_column[None, :]
         b_o = acc.to(output.dtype.element_ty)

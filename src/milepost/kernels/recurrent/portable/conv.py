@@ -30,7 +30,7 @@ def convolve(mixer: Mixer, pool: SlotStates, tiles: PrefillTiles) -> Tensor:
     """Returns all channels [T, C] after the convolution and SiLU; updates convolution states and
     exports."""
     sizes, like = mixer.sizes, mixer.inputs.mixed.base
-    mixed = like.new_empty(len(like), sizes.channels)
+    mixed: Tensor = like.new_empty(len(like), sizes.channels)
     grid = cdiv(sizes.channels, _CHANNELS), len(tiles.sequence) * (TILE // _ROWS)
     operands = mixer.inputs.mixed, len(like), mixer.weights, pool, tiles, mixed, None
     options = {"num_warps": 4, **OVERLAPPED}
