@@ -171,6 +171,52 @@ def test_claude_codes_conversation_is_read_in_order():
     assert names == ["Bash", "Read", "WebFetch", "ToolSearch"]
 
 
+SUMMARY = {"type": "compaction", "content": "so far: hello", "signature": "x", "tool_changes": []}
+FAILED = {"type": "compaction", "content": None, "encrypted_content": "x"}
+NOTES = [{"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}}, FAILED]
+CHANGES = [
+    {"type": f"tool_{change}", "tool": {"type": "tool_reference", "name": "Bash"}}
+    for change in ("addition", "removal")
+]
+TEXTS = [{"type": "text", "text": text} for text in ("before", "after")]
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ([TEXTS[0], SUMMARY, TEXTS[1]], ["user: so far: hello", "assistant: after", "user: and?"]),
+        ([SUMMARY, SUMMARY], ["user: so far: hello", "user: and?"]),
+        ([*NOTES, TEXTS[1]], ["user: hi", "assistant: after", "user: and?"]),
+    ],
+)
+def test_a_summary_stands_for_what_it_replaces(content, read):
+    from milepost.server.anthropic.convert import to_chat
+    from milepost.server.anthropic.protocol import MessagesRequest
+
+    said = [("user", "hi"), ("assistant", content), ("user", "and?")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    body = {"messages": messages, "max_tokens": 1}
+    chat = to_chat(MessagesRequest.model_validate(body))
+    assert [f"{message.role}: {text_of(message)}" for message in chat.messages] == read
+
+
+def text_of(message):
+    parts = message.content
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+def test_notes_of_other_servers_are_left_out_by_name_and_changes_of_tools_are_told(http):
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [TEXTS[0], *NOTES]},
+        {"role": "user", "content": [*CHANGES, TEXTS[1]]},
+    ]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+    found = http.post(MESSAGES, json=body)
+    assert found.status_code == 200, found.text
+    assert found.headers["x-milepost-ignored"] == "messages[].content[].fallback"
+
+
 @pytest.mark.parametrize("name", ["agents over responses", "agents over chat"])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_gets_its_output_or_a_call(http, name, seed):

@@ -43,6 +43,7 @@ CALLED = [
     },
 ]
 """A turn of an agent."""
+DEFINED = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,12 @@ def test_a_message_is_what_chat_says(official, client):
         chat.usage.prompt_tokens
     )
     assert said.usage.output_tokens == 8
+
+
+def test_blocks_without_citations_have_no_such_field(official):
+    """Vercel's client takes none for null."""
+    raw = official.messages.with_raw_response.create(messages=HELLO, **GREEDY)
+    assert {"type", "text"} == set(raw.http_response.json()["content"][0])
 
 
 def test_streamed_is_the_same(official):
@@ -214,6 +221,9 @@ def test_a_form_is_kept_to(official):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "source"),
         ({"extra_body": {"temperature": -1}}, None, "temperature"),
         ({"tools": [{"name": "f"}]}, None, "tools[0]"),
+        ({"extra_body": {"thread": {"type": "create"}}}, None, "send the whole conversation"),
+        ({"extra_body": {"compaction": {"type": "summarize"}}}, None, "ask for a summary"),
+        ({"messages": [{"role": "user", "content": [DEFINED]}]}, None, "define it in tools"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [TOOL]}, None, "'f'"),
     ],
 )

@@ -8,17 +8,20 @@ from typing import Any
 
 from milepost.server import parts as openai
 from milepost.server import tools
-from milepost.server.anthropic.protocol import (
-    AnthropicMessage,
+from milepost.server.anthropic.blocks import (
     CallBlock,
+    CompactionBlock,
     ContentBlock,
-    CountTokensRequest,
     ImageBlock,
-    MessagesRequest,
     ResultBlock,
     ServerResultBlock,
     TextBlock,
     ThinkingBlock,
+)
+from milepost.server.anthropic.protocol import (
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
 )
 from milepost.server.protocol import ChatRequest
 
@@ -40,7 +43,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     An assistant's message at the end is the beginning of the answer.
     """
     messages = _system(request)
-    for message in request.messages:
+    for message in _summarised(request.messages):
         messages += _messages(message)
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
     sampling: dict[str, Any] = {}
@@ -77,6 +80,22 @@ def _system(request: CountTokensRequest) -> list[openai.Message]:
         given = [TextBlock(type="text", text=given)]
     parts = _parts([block for block in given if not block.text.startswith(_BILLING)])
     return [openai.Message(role="system", content=parts)] if parts else []
+
+
+def _summarised(messages: Sequence[AnthropicMessage]) -> list[AnthropicMessage]:
+    """Returns the messages from the last summary on, which is a user's message of its own."""
+    found: list[AnthropicMessage] = []
+    for message in reversed(messages):
+        content = message.content if isinstance(message.content, list) else []
+        for place in reversed(range(len(content))):
+            block = content[place]
+            if isinstance(block, CompactionBlock) and block.content:
+                text = TextBlock(type="text", text=block.content, cache_control=block.cache_control)
+                summary = AnthropicMessage(role="user", content=[text])
+                rest = message.model_copy(update={"content": content[place + 1 :]})
+                return [summary, *([rest] if rest.content else []), *reversed(found)]
+        found.append(message)
+    return [*messages]
 
 
 def _messages(message: AnthropicMessage) -> list[openai.Message]:

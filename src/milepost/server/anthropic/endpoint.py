@@ -32,7 +32,7 @@ SIGNATURE = "milepost"
 
 _BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
-    "text": {"type": "text", "text": "", "citations": None},
+    "text": {"type": "text", "text": ""},
     "call": {"type": "tool_use", "input": {}},
 }
 _DELTAS = {
