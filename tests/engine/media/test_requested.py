@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from milepost.engine.media import ImageFacts, VideoFacts, facts_for
-from milepost.errors import InvalidRequestError
+from milepost.engine.media import Given, ImageFacts, VideoFacts, facts_for, images_of
+from milepost.engine.media.prepared import Unprepared
+from milepost.errors import InvalidPromptError, InvalidRequestError
 from milepost.images import FrameSampling, ImageSettings
 from milepost.images.settings import ImageTiling
 
@@ -28,7 +29,7 @@ class Unwritten(list):
         raise AssertionError("it was written out")
 
 
-UNWRITTEN = Unwritten([0])
+UNWRITTEN = Unwritten([None])
 
 
 @pytest.mark.parametrize(
@@ -123,3 +124,12 @@ def test_an_image_with_a_limit_of_its_own_is_not_cut():
     facts = ImageFacts(settings=tiled, token_id=1, text="")
     assert facts_for(facts, {"max_pixels": 2**17}).settings.tiling is None
     assert facts_for(facts, {"min_pixels": 2**17}).settings.tiling == ImageTiling()
+
+
+def test_long_lists_in_parts_of_messages_are_named_not_written_out():
+    video = Given({"frames": ["x"], "times": UNWRITTEN, "fps": UNWRITTEN}, is_video=True)
+    with pytest.raises(InvalidPromptError, match="times=a Unwritten and fps=a Unwritten: use"):
+        Unprepared.of(video, ["x"], FACTS)
+    part = {"type": "image_url", "image_url": {"url": "x", "detail": UNWRITTEN}}
+    with pytest.raises(InvalidPromptError, match="detail='a Unwritten': use auto"):
+        images_of([{"role": "user", "content": [part]}])

@@ -87,7 +87,14 @@ def _placeholder(part: Any, found: list[Given]) -> Any:
         what = "video" if kind in VIDEOS else "image"
         raise InvalidPromptError(f"a part of type {kind!r} has no {what}: give it a URL")
     if detail not in DETAILS:
-        raise InvalidPromptError(f"detail={str(detail)[:32]!r}: use auto, low, high or original")
+        raise InvalidPromptError(f"detail={shown(detail)!r}: use auto, low, high or original")
     found.append(Given(source, is_low=detail == "low", is_video=kind in VIDEOS))
     marked = {"cache_control": part["cache_control"]} if part.get("cache_control") else {}
     return {"type": "image", **marked}
+
+
+def shown(value: Any) -> str:
+    """Returns a value for an error. Of what has items only the type is named: a body may hold
+    millions, and nothing else runs while they are written out."""
+    has_items = isinstance(value, list | tuple | Mapping) and len(value) > 0
+    return f"a {type(value).__name__}" if has_items else str(value)[:80]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 
 from milepost.engine.media.facts import ImageFacts
-from milepost.engine.media.given import Given
+from milepost.engine.media.given import Given, shown
 from milepost.engine.media.urls import decoded, pieces_of
 from milepost.errors import InvalidPromptError
 from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
@@ -180,8 +180,8 @@ def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
     is_list = isinstance(times, list | tuple) and all(map(_is_number, times))
     if not is_list or any(not 0 <= each < 1e6 for each in times):
         raise InvalidPromptError(
-            f"a video of {count} frames with times={str(times)[:80]} and fps={str(fps)[:80]}: use "
-            "one time for each, in seconds, or the frames a second"
+            f"a video of {count} frames with times={shown(times)} and fps={shown(fps)}: use one "
+            "time for each, in seconds, or the frames a second"
         )
     return tuple(map(float, times))
 

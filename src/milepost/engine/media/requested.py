@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from milepost.engine.media.facts import ImageFacts, VideoFacts
+from milepost.engine.media.given import shown
 from milepost.errors import InvalidRequestError
 from milepost.images.settings import MAX_FPS, FrameSampling, ImageSettings, is_number
 
@@ -60,14 +61,7 @@ class _AskedNumber:
     value: Any
 
     def refusal(self, instead: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{FIELD}: {self.name}={_shown(self.value)}: {instead}")
-
-
-def _shown(value: Any) -> str:
-    """Returns a value for an error. Of what has items only the type is named: a body may hold
-    millions, and nothing else runs while they are written out."""
-    has_items = isinstance(value, list | tuple | Mapping) and len(value) > 0
-    return f"a {type(value).__name__}" if has_items else str(value)[:80]
+        return InvalidRequestError(f"{FIELD}: {self.name}={shown(self.value)}: {instead}")
 
 
 _Given = dict[str, _AskedNumber]
@@ -121,7 +115,7 @@ def _flat(given: Any, where: str) -> Iterator[tuple[str, _AskedNumber]]:
 def _mapping(given: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(given, Mapping):
         name = f"{FIELD}.{where}".rstrip(".")
-        raise InvalidRequestError(f"{name}={_shown(given)}: use a mapping")
+        raise InvalidRequestError(f"{name}={shown(given)}: use a mapping")
     return given
 
 
