@@ -74,7 +74,8 @@ def service(config: ServerConfig, tokenizer: PreTrainedTokenizerFast | None = No
 def answered(
     config: ServerConfig, path: str, body=None, headers=None, tokenizer=None
 ) -> httpx.Response:
-    """The response to one request: a POST if there is a body, else a GET."""
+    """The response to one request: a POST if there is a body, in JSON or as bytes, else a GET."""
+    kind = "content" if isinstance(body, bytes) else "json"
 
     async def send() -> httpx.Response:
         own = service(config, tokenizer)
@@ -82,7 +83,7 @@ def answered(
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 method = "GET" if body is None else "POST"
-                return await http.request(method, path, json=body, headers=headers)
+                return await http.request(method, path, headers=headers, **{kind: body})
         finally:
             await own.close()
 

@@ -42,7 +42,7 @@ def error(http, body, path="/v1/completions", headers=JSON):
         (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
         (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream"),
         (b'{"prompt": "a", "seed": -9223372036854775809}', "seed"),
-        (b'{"prompt": "a", "n": 1e3}', "n"),
+        (b'{"prompt": "a", "n": 1e-3}', "n"),
         (b"\x00\x01\x02", "JSON"),
     ],
 )
@@ -50,6 +50,28 @@ def test_bodies(http, body, words):
     status, found = error(http, body)
     assert status == 400
     assert words.lower() in found["message"].lower()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+def test_bodies_are_read_as_windows_writes_them(encoding):
+    body = json.dumps({"tokens": [40, 41]}).encode(encoding)
+    assert answered(ServerConfig(), "/detokenize", body).status_code == 200
+    cut = answered(ServerConfig(), "/detokenize", body[:-1])
+    assert (cut.status_code, "not valid JSON" in cut.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_taken"),
+    [
+        ({"max_tokens": 2.0, "top_k": -1.0, "seed": 5.0, "truncate_prompt_tokens": 3.0}, True),
+        ({"max_tokens": 2.5}, False),
+        ({"seed": 1e300}, False),
+        ({"prompt": [1.0]}, False),
+    ],
+)
+def test_whole_numbers_may_be_written_as_floats(fields, is_taken):
+    response = answered(ServerConfig(), "/v1/completions/render", {"prompt": "a", **fields})
+    assert response.status_code == (200 if is_taken else 400), response.text
 
 
 def test_a_body_that_says_it_is_something_else(http):

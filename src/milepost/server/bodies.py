@@ -10,6 +10,7 @@ megabytes. Large bodies are read in a thread (`LargeWork`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from email.message import Message
 from typing import Any, Final, TypeVar
@@ -84,8 +85,9 @@ class _JsonRequest(Request):
         return await self.app.state.large.run(lambda: self._validated(body), len(body))
 
     def _validated(self, body: bytes) -> Any:
-        check_size(body)
         try:
+            body = as_utf8(body)
+            check_size(body)
             value = read_json(body)
         except ValueError as error:
             raise HttpError(400, f"the body is not valid JSON: {error}") from error
@@ -110,6 +112,13 @@ def _check_coding(value: str) -> None:
     """Raises HttpError 415 for a compressed body."""
     if value.strip().lower() not in ("", "identity"):
         raise HttpError(415, f"content-encoding {value[:100]!r}: send the body uncompressed")
+
+
+def as_utf8(body: bytes) -> bytes:
+    """Returns a body in UTF-8 without a byte order mark. Shells on Windows write files with one,
+    and in UTF-16. Raises ValueError."""
+    encoding = json.detect_encoding(body)
+    return body if encoding == "utf-8" else body.decode(encoding).encode()
 
 
 def check_size(body: bytes) -> None:

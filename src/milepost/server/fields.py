@@ -30,12 +30,21 @@ MAX_INT = 2**63 - 1
 MAX_PARTS = 8192
 T = TypeVar("T")
 Many = Annotated[list[T], STOP_AT_FIRST]
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
-Alternatives = Annotated[int, Field(ge=0, le=20)]
+
+
+def _whole(value: Any) -> Any:
+    """Returns 2 for 2.0, as clients write integers whose language has floats alone."""
+    is_whole = type(value) is float and value.is_integer() and abs(value) <= 2**53
+    return int(value) if is_whole else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[Whole, Field(ge=1, le=MAX_INT)]
+Alternatives = Annotated[Whole, Field(ge=0, le=20)]
 AnyType = Annotated[str, Field(max_length=64)]
 """A `type` of any name."""
-Int64 = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
+Int64 = Annotated[Whole, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _IDS_AT_ONCE = 2**16
 

@@ -16,6 +16,7 @@ from milepost.server.fields import (
     Many,
     Only,
     Unread,
+    Whole,
     tagged,
     with_type,
 )
@@ -233,7 +234,7 @@ class AnswerFields(Body):
     stream: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share cached prefixes only with requests of the same salt."""
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    priority: Annotated[Whole, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     """Requests with lower values run first."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Written to the access log."""

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from milepost.server.fields import (
-    MAX_INT,
     Alternatives,
     Body,
     Count,
+    Int64,
     Many,
     Only,
     Positive,
@@ -70,7 +70,7 @@ class Sampling(AnswerFields):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None
     """Number of prompt tokens to keep; -1 keeps as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """The end that is cut; by default the left one."""
