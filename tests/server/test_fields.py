@@ -13,7 +13,9 @@ from tokenizers.processors import TemplateProcessing
 
 from milepost.engine.media.given import images_of
 from milepost.server.config import ServerConfig
+from milepost.server.messages import for_template
 from milepost.server.parts import ImageUrl
+from milepost.server.protocol import ChatRequest
 from milepost.server.responses.protocol import InputImage
 from tests import chatmodel
 from tests.server import inprocess
@@ -386,6 +388,26 @@ def test_videos_are_refused_by_a_model_without_them(http):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages")
     assert "1 video: this model is served without videos" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("role", "parts", "message"),
+    [
+        ("user", ["a", {"type": "input_text", "text": "b"}], {"content": "ab"}),
+        ("assistant", [{"type": "output_text", "text": "b"}], {"content": "b"}),
+        (
+            "assistant",
+            [{"type": "thinking", "thinking": [{"type": "text", "text": "why"}]}, "b"],
+            {"content": "b", "reasoning_content": "why"},
+        ),
+        ("assistant", [{"type": "thinking", "thinking": "why"}], {"reasoning_content": "why"}),
+    ],
+)
+def test_parts_of_other_apis_are_read(role, parts, message):
+    request = ChatRequest.model_validate({"messages": [{"role": role, "content": parts}]})
+    (found,) = for_template(request.messages)
+    found["content"] = "".join(part["text"] for part in found["content"])
+    assert found == {"role": role, "content": "", **message}
 
 
 @pytest.mark.parametrize("kind", ["input_audio", "file"])

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -38,13 +39,13 @@ def _whole(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Whole, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[Whole, Field(ge=1, le=MAX_INT)]
-Alternatives = Annotated[Whole, Field(ge=0, le=20)]
+WholeNumber = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[WholeNumber, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[WholeNumber, Field(ge=1, le=MAX_INT)]
+Alternatives = Annotated[WholeNumber, Field(ge=0, le=20)]
 AnyType = Annotated[str, Field(max_length=64)]
 """A `type` of any name."""
-Int64 = Annotated[Whole, Field(ge=-MAX_INT - 1, le=MAX_INT)]
+Int64 = Annotated[WholeNumber, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _IDS_AT_ONCE = 2**16
 

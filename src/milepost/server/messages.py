@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 
 from milepost.server.errors import HttpError
 from milepost.server.parsing import lark
-from milepost.server.parts import FramesPart, ImagePart, Message, TextPart, VideoPart
+from milepost.server.parts import Message, ThinkingPart
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import INPUT, NamedToolChoice, Tool, ToolCall, as_function
 
@@ -48,7 +48,7 @@ def _message(message: Message) -> dict[str, Any]:
     plain["content"] = _content(message)
     if message.role == "developer":
         plain["role"] = "system"
-    reasoning = message.reasoning_content or message.reasoning
+    reasoning = message.reasoning_content or message.reasoning or _thinking(message)
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     if message.tool_calls:
@@ -60,17 +60,19 @@ def _content(message: Message) -> str | list[dict[str, Any]]:
     """Returns the content. A refusal counts as the assistant's text."""
     if not isinstance(message.content, list):
         return message.content or message.refusal or ""
-    return [_part(part) for part in message.content]
+    found = []
+    for part in message.content:
+        if type(part) is not ThinkingPart:
+            plain = part.plain
+            if part.is_marked:
+                plain["cache_control"] = {"type": "ephemeral"}
+            found.append(plain)
+    return found
 
 
-def _part(part: TextPart | ImagePart | VideoPart | FramesPart) -> dict[str, Any]:
-    if isinstance(part, ImagePart | VideoPart | FramesPart):
-        plain = part.plain
-    else:
-        plain = {"type": "text", "text": part.text if part.type == "text" else part.refusal}
-    if part.is_marked:
-        plain["cache_control"] = {"type": "ephemeral"}
-    return plain
+def _thinking(message: Message) -> str | None:
+    parts = message.content if isinstance(message.content, list) else []
+    return "\n".join(part.said for part in parts if type(part) is ThinkingPart) or None
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from milepost.images.settings import MAX_FRAMES
 from milepost.server.fields import (
@@ -16,7 +16,7 @@ from milepost.server.fields import (
     Many,
     Only,
     Unread,
-    Whole,
+    WholeNumber,
     tagged,
     with_type,
 )
@@ -141,27 +141,56 @@ class OtherPart(Body):
 class TextPart(MarkedPart):
     """Text, or a refusal of the assistant's, which counts as text."""
 
-    type: Literal["text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The part as chat templates read it."""
+        return {"type": "text", "text": self.refusal if self.type == "refusal" else self.text}
+
     @model_validator(mode="after")
     def _has_its_text(self) -> TextPart:
-        if (self.text if self.type == "text" else self.refusal) is None:
-            raise ValueError(f"a part of type {self.type!r} needs a {self.type}")
+        name = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, name) is None:
+            raise ValueError(f"a part of type {self.type!r} needs a {name}")
         return self
 
 
+class ThinkingPart(Body):
+    """Reasoning of the assistant's, as Mistral's clients send it back."""
+
+    type: Literal["thinking"]
+    thinking: str | Annotated[Many[TextPart], Field(max_length=MAX_PARTS)]
+
+    @property
+    def said(self) -> str:
+        if isinstance(self.thinking, str):
+            return self.thinking
+        return "".join(part.plain["text"] for part in self.thinking)
+
+
 AnyPart: Any = tagged(
-    TextPart, ImagePart, VideoPart, FramesPart, OtherPart, other=lambda _: OtherPart
+    TextPart, ThinkingPart, ImagePart, VideoPart, FramesPart, OtherPart, other=lambda _: OtherPart
 )
+
+
+def _texts_as_parts(content: Any) -> Any:
+    """Returns a content in which no text stands for a part with it, as vLLM allows."""
+    if type(content) is not list or str not in map(type, content):
+        return content
+    return [{"type": "text", "text": part} if type(part) is str else part for part in content]
 
 
 class Message(Body):
     """A message of any role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[Many[AnyPart], Field(max_length=MAX_PARTS)] | None = None
+    content: Annotated[
+        str | Annotated[Many[AnyPart], Field(max_length=MAX_PARTS)] | None,
+        BeforeValidator(_texts_as_parts),
+    ] = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -234,7 +263,7 @@ class AnswerFields(Body):
     stream: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Requests share cached prefixes only with requests of the same salt."""
-    priority: Annotated[Whole, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    priority: Annotated[WholeNumber, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     """Requests with lower values run first."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Written to the access log."""
