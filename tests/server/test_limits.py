@@ -55,7 +55,7 @@ def test_idle_connections_outlive_those_of_proxies():
     async def kept(config):
         own = service(config)
         try:
-            return HttpServer(own).config.timeout_keep_alive
+            return HttpServer(own, 128).config.timeout_keep_alive
         finally:
             await own.close()
 
@@ -414,12 +414,23 @@ def test_open_files_are_raised_to_what_is_allowed():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize(("limit", "warns"), [(64, True), (255, True), (1024, False)])
+@pytest.mark.parametrize(("limit", "warns"), [(65, True), (255, True), (1024, False)])
 def test_few_open_files_are_logged(limit, warns, monkeypatch, caplog):
     """Connections past them get 503, which no line of the access log says."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert connections.raise_file_limit() == limit
     assert ("raise `ulimit -n`" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("can_be_raised", [False, True])
+def test_too_few_open_files_for_any_connection_are_refused(can_be_raised, monkeypatch):
+    def refuse(*_):
+        raise OSError(1, "not permitted")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 64 if can_be_raised else 24))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with pytest.raises(ConfigError, match=r"open files: 24, .* raise `ulimit -n` to 256 or more"):
+        connections.raise_file_limit()
 
 
 def test_a_model_that_is_none_is_one_line(tmp_path):

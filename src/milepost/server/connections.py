@@ -17,6 +17,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from milepost.errors import ConfigError
 from milepost.server.errors import HttpError, body_of, json_response
 from milepost.server.lingering import Lingering
 
@@ -49,7 +50,8 @@ class Incoming:
 
 
 def raise_file_limit() -> int:
-    """Raises this process's limit of open files, and returns the limit."""
+    """Raises this process's limit of open files, and returns the limit. Raises ConfigError if it
+    leaves no connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**20 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -57,7 +59,12 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (OSError, ValueError) as error:
             logger.warning("the limit of open files stays at %d: %s", soft, error)
-            return soft
+            wanted = soft
+    if wanted <= RESERVED_FILES:
+        raise ConfigError(
+            f"open files: {wanted}, and a server needs more than {RESERVED_FILES} beside its "
+            f"connections: raise `ulimit -n` to {FEW_FILES} or more"
+        )
     logger.info("open files: %d", wanted)
     if wanted < FEW_FILES:
         logger.warning("open files: %d; other connections get 503: raise `ulimit -n`", wanted)

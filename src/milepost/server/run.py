@@ -66,16 +66,18 @@ def run(
     given = read_object("override_generation_config", server_config.override_generation_config)
     with_overrides({}, given)
     _check_tls(server_config)
+    max_files = raise_file_limit()
     with _listen(server_config) as sock:
         loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(_serve(server_config, engine_config, sock, announce))
+            return runner.run(_serve(server_config, engine_config, sock, max_files, announce))
 
 
 async def _serve(
     config: ServerConfig,
     engine_config: EngineConfig,
     sock: socket.socket,
+    max_files: int,
     announce: Announce,
 ) -> int:
     server: HttpServer | None = None
@@ -94,7 +96,7 @@ async def _serve(
         service = await _unless_told_to_stop(load(config, engine_config, client))
         if service is None:
             return 0
-        server = HttpServer(service)
+        server = HttpServer(service, max_files)
         if client.death is not None:  # it died while the tokenizer was loaded
             return 1
         heap.settle()
@@ -138,9 +140,8 @@ def _on_signals(handle: Callable[[int], object]) -> Iterator[None]:
 class HttpServer(uvicorn.Server):
     """uvicorn with an orderly end: requests get an error rather than a closed connection."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, max_files: int) -> None:
         limit = service.config.shutdown_timeout_s
-        max_connections = max(raise_file_limit() - RESERVED_FILES, 1)
         super().__init__(
             uvicorn.Config(
                 app.build(service),
@@ -151,7 +152,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 **_tls(service.config),
                 http=protocol(
-                    max_connections=service.config.max_connections or max_connections,
+                    max_connections=service.config.max_connections or max_files - RESERVED_FILES,
                     head_timeout_s=service.config.head_timeout_s,
                 ),
                 timeout_keep_alive=math.ceil(service.config.keep_alive_timeout_s),
