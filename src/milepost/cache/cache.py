@@ -89,8 +89,7 @@ class Cache:
             self.tree, storage, self.stats, self.score, page_size, self.windows
         )
         self._finder = Finder(self.tree, self.config)
-        window = self.config.window
-        windows = Windows(window, page_size, self.windows) if window else None
+        windows = Windows(self.config.window, page_size, self.windows)
         keeps_forks = mode == "auto" and placement is None
         self._admitter = Admitter(self.config, self.reclaimer, windows, keeps_forks=keeps_forks)
         place = placement or POLICIES[mode]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from milepost.cache.allocation.states import Allocation, State
-from milepost.cache.allocation.windows import NOTHING, Windows
+from milepost.cache.allocation.windows import Windows
 from milepost.cache.eviction import LOOK_AHEAD, HoldBack, Reclaimer
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts, floor
@@ -23,7 +23,7 @@ class Admitter:
         self,
         config: CacheConfig,
         reclaimer: Reclaimer,
-        windows: Windows | None,
+        windows: Windows,
         *,
         keeps_forks: bool,
     ) -> None:
@@ -201,7 +201,7 @@ class Admitter:
         becomes the request's too if nobody else needs it."""
         chain, position, size = match.path.chain, match.state_length, self._page_size
         source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
-        begun = NOTHING if self._windows is None else self._windows.begin(source)
+        begun = self._windows.begin(source)
         slot_in = source.slot if source is not None else ZERO_SLOT
         slot_out = slot_in
         if source is not None and takes_over:

@@ -23,6 +23,10 @@ class Loan:
     windows: tuple[int, ...] = ()
     """Sliding-window pages of the state. They stay as long as its slot is pinned."""
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot,) if self.slot is not None else ()
+
 
 class Loans:
     """The outstanding loans, and the share of the memory that they hold."""
@@ -58,33 +62,26 @@ class Loans:
         slot = next(iter(match.slots), None)
         windows = () if match.checkpoint is None else match.checkpoint.windows
         loan = Loan(position=match.state_length, pages=pages, slot=slot, windows=windows)
-        self._pages.update(pages)
-        self._slots.update(match.slots)
+        self._count(loan, 1)
         if self.share > most:
-            self._forget(loan)
+            self._count(loan, -1)
             self.num_refused += 1
             return None
         self._storage.pages.pin(pages)
-        self._storage.slots.pin(match.slots)
+        self._storage.slots.pin(loan.slots)
         self._loans[loan] = None
         return loan
 
     def take_back(self, loan: Loan) -> None:
         """Unpins the pages and the slot of a loan."""
         del self._loans[loan]
-        self._forget(loan)
+        self._count(loan, -1)
         self._storage.pages.unpin(loan.pages)
-        if loan.slot is not None:
-            self._storage.slots.unpin((loan.slot,))
+        self._storage.slots.unpin(loan.slots)
 
-    def _forget(self, loan: Loan) -> None:
-        for page in loan.pages:
-            _decrement(self._pages, page)
-        if loan.slot is not None:
-            _decrement(self._slots, loan.slot)
-
-
-def _decrement(counts: Counter[int], id_: int) -> None:
-    counts[id_] -= 1
-    if not counts[id_]:
-        del counts[id_]
+    def _count(self, loan: Loan, change: int) -> None:
+        for counts, ids in ((self._pages, loan.pages), (self._slots, loan.slots)):
+            for id_ in ids:
+                counts[id_] += change
+                if not counts[id_]:
+                    del counts[id_]

@@ -16,7 +16,7 @@ from milepost.cache.tree import Checkpoint, Node
 class Publisher:
     """Publishes the pages and states of running requests in the tree."""
 
-    def __init__(self, page_size: int, reclaimer: Reclaimer, windows: Windows | None) -> None:
+    def __init__(self, page_size: int, reclaimer: Reclaimer, windows: Windows) -> None:
         self._page_size = page_size
         self._windows = windows
         self._tree = reclaimer.tree
@@ -71,9 +71,8 @@ class Publisher:
             tail=tail,
             tail_page=tail_page,
             end=allocation.end,
+            windows=self._windows.keep(allocation, position),
         )
-        if self._windows is not None:
-            checkpoint.windows = self._windows.keep(allocation, position)
         self._slots.keep((slot,))
         self._slots.unpin((slot,))
         self._tree.attach(checkpoint)

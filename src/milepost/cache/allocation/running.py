@@ -23,7 +23,7 @@ class Running:
         config: CacheConfig,
         reclaimer: Reclaimer,
         place: Placement,
-        windows: Windows | None,
+        windows: Windows,
     ) -> None:
         self._config = config
         self._windows = windows
@@ -78,9 +78,8 @@ class Running:
         allocation.planned = end
         allocation.kv_length = end + num_drafts
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
-        if self._windows is not None:
-            allocation.window_copy = None
-            self._windows.extend(allocation)
+        allocation.window_copy = None
+        self._windows.extend(allocation)
         exports: list[Export] = []
         if self._may_export(allocation, start):
             exports = self._make_exports(allocation, start, end, most)
@@ -157,8 +156,7 @@ class Running:
             self._publisher.publish_pages(allocation)
         if allocation.exports:
             self._publish_exports(allocation, written)
-        if self._windows is not None:
-            self._windows.pass_by(allocation)
+        self._windows.pass_by(allocation)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Publishes the exported states at or before the committed position."""
@@ -209,7 +207,7 @@ class Running:
         if tail and position > allocation.write_from:
             arrivals.append(Arrival(key=key, what="tail", id=allocation.page_table[end]))
         if self._slots_each:
-            windows = () if self._windows is None else self._windows.load(allocation, position)
+            windows = self._windows.load(allocation, position)
             state = Arrival(key=key, what="state", id=allocation.slot_out, windows=windows)
             arrivals.append(state)
         allocation.planned = allocation.kv_length = position
@@ -222,8 +220,7 @@ class Running:
         allocation.happens(Transition.LOADED)
         self._end_reading(allocation)
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
-        if self._windows is not None:
-            self._windows.loaded(allocation, allocation.planned)
+        self._windows.loaded(allocation, allocation.planned)
         allocation.committed = allocation.planned
         allocation.write_from = max(allocation.write_from, allocation.committed)
         self._fold(allocation, {allocation.slot_out: allocation.committed})
@@ -249,8 +246,7 @@ class Running:
         """Records that a load failed; nothing writes to its pages any more. The request continues
         from what it was admitted with."""
         allocation.happens(Transition.LOAD_FAILED)
-        if self._windows is not None:
-            self._windows.load_failed(allocation)
+        self._windows.load_failed(allocation)
         allocation.arrivals = ()
         allocation.planned = allocation.kv_length = allocation.committed
 
@@ -262,8 +258,7 @@ class Running:
         if allocation.source is not None:
             self._slots.unpin((allocation.source.slot,))
             allocation.source = None
-        if self._windows is not None:
-            self._windows.end_reading(allocation)
+        self._windows.end_reading(allocation)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
         """Frees everything that a request holds. If `kind` is given, its live state, at
@@ -292,5 +287,4 @@ class Running:
             self._slots.unpin((allocation.slot_out,))
         self._pages.unpin(allocation.path_pins)
         self._pages.unpin(allocation.page_table)
-        if self._windows is not None:
-            self._windows.release(allocation)
+        self._windows.release(allocation)

@@ -31,11 +31,9 @@ class WindowStart(NamedTuple):
     """The page that is copied, pinned until the copy is done."""
 
 
-NOTHING = WindowStart([], None, ())
-
-
 class Windows:
-    """The window pages of running requests and of checkpoints."""
+    """The window pages of running requests and of checkpoints. Without a window (0) nobody has
+    any."""
 
     def __init__(self, window: int, page_size: int, pages: Pool) -> None:
         self._window = window
@@ -45,7 +43,7 @@ class Windows:
     def begin(self, checkpoint: Checkpoint | None) -> WindowStart:
         """Returns the pages to start with, pinned. They are the checkpoint's own, except that a
         last page that is not full is copied, since the request writes to it."""
-        if checkpoint is None:
+        if checkpoint is None or not self._window:
             return WindowStart([], None, ())
         position, shared = checkpoint.position, checkpoint.windows
         table = [HOLE] * self._first_index(position)
@@ -59,6 +57,8 @@ class Windows:
 
     def extend(self, allocation: Allocation) -> None:
         """Makes the table cover the planned step. There is always room: see `num_window_pages`."""
+        if not self._window:
+            return
         table = allocation.window_table
         missing = -(-allocation.kv_length // self._page_size) - len(table)
         if missing > 0:
@@ -94,8 +94,8 @@ class Windows:
     def loaded(self, allocation: Allocation, position: int) -> None:
         """Replaces the pages that the request began with by the loaded ones."""
         self.release(allocation)
-        table = [HOLE] * self._first_index(position)
-        allocation.window_table = [*table, *allocation.loading_windows]
+        holes = [HOLE] * self._first_index(position) if self._window else []
+        allocation.window_table = [*holes, *allocation.loading_windows]
         allocation.window_copy, allocation.loading_windows = None, ()
 
     def load_failed(self, allocation: Allocation) -> None:
@@ -105,8 +105,9 @@ class Windows:
 
     def end_reading(self, allocation: Allocation) -> None:
         """Unpins the page that the first step has copied."""
-        self._pages.unpin(allocation.pinned_window)
-        allocation.pinned_window = ()
+        if allocation.pinned_window:
+            self._pages.unpin(allocation.pinned_window)
+            allocation.pinned_window = ()
 
     def release(self, allocation: Allocation) -> None:
         """Frees all window pages of a request."""

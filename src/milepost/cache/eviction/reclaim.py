@@ -37,7 +37,7 @@ class Reclaimer:
         stats: Stats,
         score: Score,
         page_size: int,
-        windows: Pool | None = None,
+        windows: Pool,
     ) -> None:
         self.tree = tree
         self._windows = windows
@@ -182,9 +182,8 @@ class Reclaimer:
         self._slots.drop(checkpoint.slot)
         if checkpoint.tail_page is not None:
             self._pages.drop(checkpoint.tail_page)
-        if self._windows is not None:
-            for page in checkpoint.windows:
-                self._windows.drop(page)
+        for page in checkpoint.windows:
+            self._windows.drop(page)
 
     def evict_everything(self) -> None:
         """Evicts every checkpoint and page that no running request holds."""
