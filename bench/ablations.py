@@ -33,7 +33,6 @@ from rich.table import Table
 from traces import Cell, run
 
 from milepost.cache import placement
-from milepost.cache.allocation import admitting
 from milepost.cache.eviction import buckets, reclaim, return_rates, score
 from milepost.scheduler import admission, planner, sharing
 
@@ -143,7 +142,6 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "no-evidence-of-evicted": _put(score.Score, "evicted", _nothing),
     "all-expected": _put(score.Score, "is_expected", lambda *_: True),
     "no-moves": _put(reclaim.Reclaimer, "_clear_unit", _strays_alone),
-    "no-take-overs": _put(admitting.Admitter, "_can_take_over", lambda *_: False),
     "no-bytes": _put(score.Score, "of_page", _per_page),
     "no-waits-for-prefix": _put(sharing.PendingPrefixes, "find", lambda *_: None),
     "no-parted-tails": _put(score, "_has_parted", lambda *_: False),

@@ -56,18 +56,6 @@ def test_nothing_happens_but_what_the_table_says(cache, state, event):
         assert allocation.state is state
 
 
-@pytest.mark.parametrize("num_known", [32, 40])
-def test_a_state_that_was_taken_over_is_not_lost_with_a_request_that_never_ran(num_known):
-    """It lies in the request's own slot already, and its tail in its own page."""
-    cache = Cache(num_pages=20, num_slots=1, page_size=PAGE_SIZE, grid=PAGE_SIZE)
-    serve(cache, range(num_known))
-    allocation = admit(cache, range(60))
-    assert cache.stats.checkpoints_evicted["taken"] == 1
-    cache.release(allocation, Kind.ANSWER_END)
-    check(cache)
-    assert cache.match(cache.chain(range(60))).state_length == num_known
-
-
 def verify(cache, allocation, drafts, num_accepted):
     """A step that computes the last token and drafts, of which some are the answer's."""
     start, fold = allocation.committed, allocation.num_unfolded

@@ -25,22 +25,6 @@ def run(cache, tokens, *, marks=(), kind=Kind.ANSWER_END, is_over=True):
     return allocation
 
 
-def test_a_full_page_beside_a_tail_that_is_taken_over_can_be_evicted():
-    """Who takes over a state inside a page, beside which a full page matches, needs no copy of the
-    tail; the tail's page, which may be a stray by now, goes back among what can be evicted.
-    """
-    cache = Cache(num_pages=8, num_slots=2, page_size=PAGE_SIZE, grid=PAGE_SIZE)
-    prefix = [*A[:16], *B[:8]]
-    run(cache, [*prefix, *C[:16]], marks=(24,), kind=None)
-    run(cache, [*prefix, *D[:8], 5], is_over=False)
-    chain = cache.chain([*prefix, *D[:8], 6])
-    allocation = cache.admit(chain, cache.match(chain))
-    assert cache.stats.checkpoints_evicted == {"taken": 1}
-    check(cache)
-    assert cache.extend(allocation, len(chain) + 4 * PAGE_SIZE)
-    check(cache)
-
-
 def test_no_tail_is_copied_where_a_full_page_matches():
     """The page that follows the state holds what the tail does, and more."""
     cache = Cache(num_pages=16, num_slots=4, page_size=PAGE_SIZE, grid=PAGE_SIZE)

@@ -133,17 +133,6 @@ def test_a_hit_shares_the_windows_pages_and_copies_the_last(position):
     assert not allocation.pinned_window
 
 
-def test_what_is_taken_over_keeps_its_window():
-    """The only slot there is: the state goes, what the request reads of it stays."""
-    cache = build(num_slots=1)
-    cache.release(serve(cache, range(90))[0], Kind.ANSWER_END)
-    allocation, start = serve(cache, range(120))
-    assert start == 90
-    assert cache.stats.checkpoints_evicted["taken"] == 1
-    cache.release(allocation)
-    assert cache.windows.num_free == cache.windows.total
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_answers_are_those_of_a_cold_run_when_memory_is_short(max_num_seqs):
     """Preempted, evicted and resumed at every page around the window's edge."""

@@ -24,8 +24,8 @@ WAYS = {
     "answer_end": partial(ways.test_answer_end, page_size=128),
     "inside_a_page": partial(ways.test_two_resume_from_the_same_place_inside_a_page, page_size=64),
     "preempted": partial(ways.test_preempted_and_resumed, pages=(64, 18)),
-    "slot_taken_over": ways.test_slot_taken_over,
-    "tail_page_taken_over": ways.test_tail_page_taken_over,
+    "no_slot_beside_the_state": ways.test_no_slot_beside_the_state,
+    "no_page_beside_the_tail": ways.test_no_page_beside_the_tail,
 }
 
 

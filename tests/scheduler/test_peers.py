@@ -461,27 +461,6 @@ def test_step_rolled_back_leaves_nothing_of_what_it_wrote(num_steps):
     assert describe(plan)
 
 
-# --- a state that is used up --------------------------------------------------------------------
-
-
-def test_a_page_still_filled_is_not_taken_over():
-    """A state kept inside a page shares the page with the request that goes on filling it. Who uses
-    the state up for want of a slot copies the page.
-    """
-    bench = Bench(num_slots=2)
-    first = bench.submit(tokens(26), marks=(24,), max_tokens=20)
-    bench.step()
-    table = first.allocation.page_table
-    second = bench.submit([*tokens(24), *tokens(3, seed=1)], max_tokens=20)
-    bench.step()
-    assert second.report.reused == 24
-    assert bench.cache.stats.checkpoints_evicted["taken"] == 1
-    assert second.allocation.page_table[1] != table[1]
-    bench.run()
-    assert bench.is_right(first)
-    assert bench.is_right(second)
-
-
 def test_prompts_with_many_marks_keep_no_more_states_than_a_step_has_memory_for():
     """Each state off the grid costs a chunk: what the memory profile ran is the most there is."""
     bench = Bench(num_pages=400, num_slots=200, budget=512, max_num_seqs=8)

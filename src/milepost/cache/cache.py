@@ -174,12 +174,10 @@ class Cache:
         """Reserves all that the prompt needs: pages for every token, and one slot to write.
 
         Returns None, and changes nothing, if there is no room; that costs no more than a match.
-        `match` must be current. Room is made by evicting what is merely cached. If only the
-        checkpoint to resume from is left to evict, the request takes over its slot and tail page.
-        The `reservation` of a request that has waited says what was learned when it arrived, and
-        whether it was admitted before. With `load_to`, the request loads what lies before that
-        position (its `arrivals`), unless it took over a checkpoint; then call `loaded`, or
-        `load_failed` once nothing writes to the pages any more.
+        `match` must be current. Room is made by evicting what is merely cached. The `reservation`
+        of a request that has waited says what was learned when it arrived, and whether it was
+        admitted before. With `load_to`, the request loads what lies before that position (its
+        `arrivals`); then call `loaded`, or `load_failed` once nothing writes to the pages any more.
         """
         assert match.version == self.reclaimer.version, "A1: admit needs a match of this moment"
         assert match.path.chain is chain, "A1: and of this prompt"
@@ -187,7 +185,7 @@ class Cache:
         if allocation is None:
             return None
         self.allocations[allocation] = None
-        if load_to is not None and not allocation.has_taken_over:
+        if load_to is not None:
             self._running.load(allocation, load_to)
         else:
             self.stats.admitted(allocation.report, first_time=allocation.is_first)

@@ -247,8 +247,7 @@ class Stats:
     """Sparse states that were not kept, since they were worth less than what they would
     displace."""
     checkpoints_evicted: dict[str, int] = field(default_factory=dict)
-    """Counts by cause: slots, pages, taken (the request that resumed from it took its
-    slot), reset."""
+    """Counts by cause: slots, pages, reset."""
     checkpoints_evicted_unused: int = 0
     pages_evicted: int = 0
     pages_duplicate: int = 0

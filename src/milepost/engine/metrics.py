@@ -11,7 +11,7 @@ from milepost.scheduler.scheduler import Scheduler
 from milepost.scheduler.stats import STEP_BOUNDS, SchedulerStats
 
 LOAD_SOURCES = ("host", "disk", "remote")
-EVICTION_CAUSES = ("slots", "pages", "taken", "reset")
+EVICTION_CAUSES = ("slots", "pages", "reset")
 """Labels whose series exist from the start."""
 
 
@@ -138,8 +138,8 @@ def _gauge(name: str, value: float, **labels: str) -> Metric:
 TEXTS = {
     "checkpoints_declined": "States of prompts that were not kept: what they would displace saves "
     "more.",
-    "checkpoints_evicted": "Evicted states by cause: slots or pages were needed, the slot was "
-    "taken over by the request that resumed from it, or the cache was reset.",
+    "checkpoints_evicted": "Evicted states by cause: slots or pages were needed, or the cache was "
+    "reset.",
     "checkpoints_evicted_unused": "States that were evicted before any request resumed from them.",
     "checkpoints_made": "States that were saved.",
     "checkpoints_skipped": "States that were not saved because there was no slot.",

@@ -47,8 +47,7 @@ class Admitter:
         None, and changes nothing, if there is no room."""
         branch_points = self._branch_points(match)
         num_kept = len(branch_points) if self._keeps_forks else 0
-        takes_over = self._find_room(match, num_kept)
-        if takes_over is None:
+        if not self._pin(match, num_kept):
             return None
         self._reclaimer.change()
         is_first = reservation is None or reservation.is_first
@@ -56,7 +55,7 @@ class Admitter:
         if match.checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
             self._tree.use(match.checkpoint, end)
-        allocation = self._make(match, end, takes_over=takes_over)
+        allocation = self._make(match, end)
         allocation.facts.marks, allocation.facts.branch_points = marks, branch_points
         while len(allocation.slots_kept) < num_kept and self._storage.has_room(0, 1):
             allocation.slots_kept.append(self._reclaimer.allocate_slot())
@@ -89,52 +88,29 @@ class Admitter:
         is_fork = self._score.is_fork(chain.digests(depth)[depth - 1])
         return (*match.branch_points, seen) if is_fork else match.branch_points
 
-    def _find_room(self, match: Match, num_kept: int) -> bool | None:
-        """Pins a match and returns whether its checkpoint must be taken over to make room. Returns
-        None, and pins nothing, if there is no room.
+    def _pin(self, match: Match, num_kept: int) -> bool:
+        """Pins a match if there is room for all else that the request needs. Returns False, and
+        pins nothing, if there is none.
 
         Running requests could fill all the memory, and leave no slot for a state that many share.
-        So while others run, a request also needs room for the `num_kept` states that it keeps, and
-        does not take over the state of a fork.
+        So while others run, a request also needs room for the `num_kept` states that it keeps.
         """
-        fresh, wanted_slots, takes_over = self._num_fresh(match), self._slots_each, True
-        if self._pages.num_used:
-            wanted_slots += num_kept
-            takes_over = not self._resumes_at_fork(match)
-        if not self._may_have_room(match, fresh, wanted_slots, takes_over=takes_over):
-            return None
-        self._pin(match)
+        fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
+        wanted_slots = self._slots_each + (num_kept if self._pages.num_used else 0)
+        # A waiting request may ask in every step, so this is known without pinning the path.
+        if not self._storage.has_room(fresh + pages, slots + wanted_slots):
+            return False
+        self._pages.pin([*match.path.pages, *match.tail])
+        self._slots.pin(match.slots)
         if self._storage.has_room(fresh, wanted_slots):
-            return False
-        if takes_over and self._can_take_over(match, fresh):
             return True
-        self._unpin(match)
-        return None
-
-    def _resumes_at_fork(self, match: Match) -> bool:
-        source = match.checkpoint
-        if source is None or source.tail or not self._keeps_forks:
-            return False
-        return self._score.is_fork(source.node.digest)
+        self._pages.unpin([*match.path.pages, *match.tail])
+        self._slots.unpin(match.slots)
+        return False
 
     def _num_fresh(self, match: Match) -> int:
         """Returns the number of pages that a prompt needs besides those found in the cache."""
         return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
-
-    def _may_have_room(
-        self, match: Match, fresh: int, wanted_slots: int, *, takes_over: bool
-    ) -> bool:
-        """Whether there can be room once the match is pinned. It is checked without pinning
-        anything, since a waiting request may ask in every step. Costs the logarithm of the path's
-        pages."""
-        pages, slots = self._revived(match)
-        wanted_pages = fresh + pages
-        if self._storage.has_room(wanted_pages, slots + wanted_slots):
-            return True
-        if not slots or not takes_over:
-            return False
-        # A checkpoint that is taken over provides its slot, and its tail page needs no copy.
-        return self._storage.has_room(wanted_pages - len(match.tail), slots)
 
     def displaced(self, match: Match) -> float:
         """Returns how many tokens likely to be asked for soon would be evicted by this match, or by
@@ -175,59 +151,28 @@ class Admitter:
         num_slots = sum(not self._slots.live_refs(slot) for slot in match.slots)
         return path.num_pages - first + num_tails, num_slots
 
-    def _pin(self, match: Match) -> None:
-        self._pages.pin([*match.path.pages, *match.tail])
-        self._slots.pin(match.slots)
-
-    def _unpin(self, match: Match) -> None:
-        self._pages.unpin([*match.path.pages, *match.tail])
-        self._slots.unpin(match.slots)
-
-    def _can_take_over(self, match: Match, fresh: int) -> bool:
-        """Whether there is room if the request takes over the (pinned) checkpoint instead of
-        copying it."""
-        if match.checkpoint is None or self._slots.live_refs(match.checkpoint.slot) > 1:
-            return False
-        pages = self._pages
-        num_own = sum(pages.live_refs(id_) == pages.cached_refs(id_) == 1 for id_ in match.tail)
-        return self._storage.has_room(fresh - num_own, 0)
-
     # --- allocations ------------------------------------------------------------------------------
 
-    def _make(self, match: Match, end: End, *, takes_over: bool) -> Allocation:
+    def _make(self, match: Match, end: End) -> Allocation:
         """Builds the allocation of a pinned match. Its first step reads the checkpoint's slot and a
         copy of its tail page; without a checkpoint it reads zeros, or the states stored beside its
-        pages. A checkpoint that is taken over becomes the request's own slot, and its tail page
-        becomes the request's too if nobody else needs it."""
+        pages."""
         chain, position, size = match.path.chain, match.state_length, self._page_size
         source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
         begun = self._windows.begin(source)
-        slot_in = source.slot if source is not None else ZERO_SLOT
-        slot_out = slot_in
-        if source is not None and takes_over:
-            self._reclaimer.evict_checkpoint(source, "taken")
-            source = None
-            if position <= match.kv_length:  # a matching full page has its KV
-                self._pages.unpin(tail)
-                tail = ()
-            if tail and self._is_ours_alone(tail[0]):
-                table, tail = [*table, *tail], ()
-        elif self._slots_each:
-            slot_out = self._reclaimer.allocate_slot()
+        slot_out = self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT
         table += self._reclaimer.allocate_pages(-(-len(chain) // size) - len(table))
         copy = None
         if tail and position > match.kv_length:
             target = table[match.path.num_pages]
             copy = PageCopy(source=tail[0], target=target, num_tokens=position % size)
-        has_copied = copy is None and begun.copy is None
-        owns_state = slot_in == slot_out != ZERO_SLOT and has_copied
         return Allocation(
             chain=chain,
             report=match.report,
-            state=State.READY if owns_state else State.ADMITTED,
+            state=State.ADMITTED,
             page_table=table,
             path=list(match.path.nodes),
-            slot_in=slot_in,
+            slot_in=source.slot if source is not None else ZERO_SLOT,
             slot_out=slot_out,
             state_length=position,
             write_from=max(match.kv_length, position),
@@ -247,8 +192,3 @@ class Admitter:
                 max_rounded_off=self._config.max_rounded_off,
             ),
         )
-
-    def _is_ours_alone(self, page: int) -> bool:
-        """Whether nobody but the caller, who has just pinned it, holds the page. A checkpoint
-        inside a page may lie in one that a running request is still filling."""
-        return self._pages.live_refs(page) == 1 and not self._pages.cached_refs(page)

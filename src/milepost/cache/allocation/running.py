@@ -194,7 +194,6 @@ class Running:
         checkpoint that it would have resumed from."""
         size, chain = self._page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
-        assert not allocation.has_taken_over, "A8: what it would go back to stays"
         allocation.happens(Transition.LOAD)
         first, end = allocation.write_from // size, position // size
         digests = chain.digests(end)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import PromptFacts
 from milepost.cache.plans import Arrival, Export, PageCopy
 from milepost.cache.report import CacheReport
@@ -147,12 +146,6 @@ class Allocation:
     @property
     def is_in_flight(self) -> bool:
         return self.state is State.RUNNING
-
-    @property
-    def has_taken_over(self) -> bool:
-        """Whether the first step, which is not planned yet, reads and writes the same slot: the
-        request took over the checkpoint."""
-        return self.slot_in == self.slot_out != ZERO_SLOT
 
     @property
     def is_loading(self) -> bool:
