@@ -114,26 +114,26 @@ class Admitter:
 
     def displaced(self, match: Match) -> float:
         """Returns how many tokens likely to be asked for soon would be evicted by this match, or by
-        the growth of known paths in the meantime, those on which requests run included. Cached
-        paths already have their share of that growth, so it counts only in proportion to how much
-        of the prompt is new."""
+        the growth of known paths in the meantime. What running requests hold is as likely to be
+        asked for as returns were seen. Cached paths already have their share of the growth, so it
+        counts only in proportion to how much of the prompt is new."""
         num_tokens, size = len(match.path.chain), self._page_size
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
-        held = self._hold_back.beside(match.checkpoint, match.version)
+        held_pages, held_slots = self._hold_back.beside(match.checkpoint, match.version)
+        num_likely = held_pages + self._pages.num_used * self._score.evidence
         new_share = 1 - match.state_length / num_tokens
         growth = self._score.growth(LOOK_AHEAD) * new_share / size
-        num_likely = held.num_pages + held.num_running
         growth = min(growth, num_likely * MOST_GROWTH)
         each = self._storage.pages_a_slot
-        wanted_slots = slots + self._slots_each + held.num_slots
-        short = fresh + pages + held.num_pages + growth
+        wanted_slots = slots + self._slots_each + held_slots
+        short = fresh + pages + held_pages + growth
         if each:
             short += each * wanted_slots - self._storage.room[0]
-            most = min(fresh + each * self._slots_each, num_likely + each * held.num_slots)
+            most = min(fresh + each * self._slots_each, num_likely + each * held_slots)
             return max(min(short, most), 0) * size
         displaced = max(min(short - self._pages.room, fresh, num_likely), 0) * size
-        if held.num_slots and wanted_slots > self._slots.room:
-            displaced = max(displaced, held.num_pages * size / held.num_slots)
+        if held_slots and wanted_slots > self._slots.room:
+            displaced = max(displaced, held_pages * size / held_slots)
         return displaced
 
     def _revived(self, match: Match) -> tuple[int, int]:

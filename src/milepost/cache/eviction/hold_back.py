@@ -4,8 +4,6 @@ it costs others their hits."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Storage
 from milepost.cache.tree import Checkpoint, Tree, upwards
@@ -30,19 +28,8 @@ class Likely:
 
     num_slots: int = 0
     num_tokens: int = 0
-    num_running: int = 0
-    """Tokens of paths that running requests continue, if others are likely to continue them too."""
     counted: dict[Checkpoint, int] = field(default_factory=dict)
     """Checkpoints whose pages are not in use -> tokens since the next shallower checkpoint."""
-
-
-class Held(NamedTuple):
-    """Numbers of cached pages and slots that are likely to be asked for soon."""
-
-    num_pages: int
-    num_slots: int
-    num_running: int
-    """Number of pages of paths that running requests continue and others are likely to."""
 
 
 class HoldBack:
@@ -61,10 +48,10 @@ class HoldBack:
         self._last: Likely | None = None
         """Result of the last full round."""
 
-    def beside(self, own: Checkpoint | None, version: int) -> Held:
-        """Returns how many cached pages and slots are likely to be asked for soon, without the
-        pages of the checkpoint `own` and of those above it. `version` is the cache's current
-        version."""
+    def beside(self, own: Checkpoint | None, version: int) -> tuple[int, int]:
+        """Returns the numbers of cached pages and of slots that are likely to be asked for soon,
+        without the pages of the checkpoint `own` and of those above it. `version` is the cache's
+        current version."""
         if self._version != version:
             num_looks = min((version - self._version) * LOOKS_A_CHANGE, MAX_LOOKS)
             self._version = version
@@ -72,8 +59,7 @@ class HoldBack:
         likely = self._last or self._found
         num_tokens = likely.num_tokens - sum(likely.counted.get(c, 0) for c in upwards(own))
         num_pages = min(num_tokens // self._page_size, self._pages.num_cached)
-        num_running = min(likely.num_running // self._page_size, self._pages.num_used)
-        return Held(num_pages, min(likely.num_slots, self._slots.num_cached), num_running)
+        return num_pages, min(likely.num_slots, self._slots.num_cached)
 
     def _go_on(self, most: int) -> None:
         """Looks at the next `most` paths, or at all of them if there are no more than that."""
@@ -90,16 +76,11 @@ class HoldBack:
             self._last = self._found
 
     def _count(self, checkpoint: Checkpoint) -> int:
-        """Counts a path, given by its deepest checkpoint, if it is likely to be asked for. Returns
-        how many checkpoints were added."""
-        if not self._score.is_expected(checkpoint, LOOK_AHEAD):
+        """Counts a path, given by its deepest checkpoint, if it is likely to be asked for and no
+        request runs there. Returns how many checkpoints were added."""
+        if self._is_used(checkpoint) or not self._score.is_expected(checkpoint, LOOK_AHEAD):
             return 0
         found, num_before = self._found, len(self._found.counted)
-        if self._is_used(checkpoint):
-            # Whoever runs there leaves a newer state, in a slot that it has already.
-            if self._score.is_expected_by_evidence(checkpoint, LOOK_AHEAD):
-                found.num_running += checkpoint.position
-            return 0
         found.num_slots += 1
         for here in upwards(checkpoint):
             if here in found.counted or self._is_used(here):

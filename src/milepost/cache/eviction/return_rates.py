@@ -41,21 +41,16 @@ class Ratio:
     """Ratio of events seen to events expected. It starts at one, with the weight of
     `PRIOR_EVENTS`."""
 
-    __slots__ = ("_expected", "_seen", "value")
+    __slots__ = ("_expected", "seen", "value")
 
     def __init__(self) -> None:
-        self._seen = self._expected = PRIOR_EVENTS
+        self.seen = self._expected = PRIOR_EVENTS
         self.value = 1.0
 
     def observe(self, expected: float, seen: int) -> None:
         self._expected += expected
-        self._seen += seen
-        self.value = self._seen / self._expected
-
-    @property
-    def evidence(self) -> float:
-        """Share of the events seen that the prior does not assume."""
-        return 1.0 - PRIOR_EVENTS / self._seen
+        self.seen += seen
+        self.value = self.seen / self._expected
 
 
 class ReturnRates:
@@ -101,10 +96,10 @@ class ReturnRates:
         self._total.observe(width, returned)
         self._curve = []
 
-    def evidence(self, num_returns: int) -> float:
-        """Returns the share of the returns, among those of places returned to as often before, that
-        were seen and not assumed by the prior."""
-        return self._own[min(num_returns, MAX_RETURNS)].evidence
+    @property
+    def evidence(self) -> float:
+        """Share of the returns that were seen, and not assumed by the prior."""
+        return 1.0 - PRIOR_EVENTS / self._total.seen
 
     def _level(self, num_returns: int) -> float:
         return self._total.value * self._own[min(num_returns, MAX_RETURNS)].value

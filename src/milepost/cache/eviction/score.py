@@ -193,18 +193,14 @@ class Score:
 
     def is_expected(self, checkpoint: Checkpoint, within: int) -> bool:
         """Whether a path is likely to be returned to within this many requests."""
-        return bool(checkpoint.reservations) or self._returns(checkpoint.end, within) > EVEN_ODDS
+        end, age = checkpoint.end, self.clock - checkpoint.end.time
+        num_returns = self._ends.rates.expected(end.num_returns, age, age + within)
+        return bool(checkpoint.reservations) or num_returns > EVEN_ODDS
 
-    def is_expected_by_evidence(self, checkpoint: Checkpoint, within: int) -> bool:
-        """Whether a path is likely to be returned to by the returns seen so far, without those of
-        the prior."""
-        evidence = self._ends.rates.evidence(checkpoint.end.num_returns)
-        return self._returns(checkpoint.end, within) * evidence > EVEN_ODDS
-
-    def _returns(self, end: End, within: int) -> float:
-        """Returns the number of returns to a path's end to expect within this many requests."""
-        age = self.clock - end.time
-        return self._ends.rates.expected(end.num_returns, age, age + within)
+    @property
+    def evidence(self) -> float:
+        """Share of the returns to ends that were seen, not assumed."""
+        return self._ends.rates.evidence
 
     def growth(self, within: int) -> float:
         """Returns the number of tokens by which known paths are expected to grow within this many
