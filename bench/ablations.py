@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -137,7 +138,7 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "busy-or-not": _put(admission.Admission, "busy_share", property(lambda _: 1.0, _nothing)),
     "first-come": _put(admission.Admission, "_place", lambda _, request: request.rank),
     "no-short-ones-first": _put(planner.Planner, "_shortest", lambda *_: []),
-    "no-declining": _put(reclaim.Reclaimer, "is_worth_a_slot", lambda *_: True),
+    "no-declining": _put(score.Score, "of_sparse", lambda *_: inf),
     "no-sparse-states": _put(placement, "SPARSE", 1 << 30),
     "no-evidence-of-evicted": _put(score.Score, "evicted", _nothing),
     "all-expected": _put(score.Score, "is_expected", lambda *_: True),

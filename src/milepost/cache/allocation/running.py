@@ -119,12 +119,16 @@ class Running:
     def _is_worth_a_slot(self, allocation: Allocation, position: int, kind: Kind) -> bool:
         """Whether a state may displace another. One at the prompt's end may do so unless a waiting
         request will resume from the other; a sparse one must be worth more."""
-        if kind is Kind.PROMPT_END:
-            return self._reclaimer.has_unawaited_slot()
-        if kind is not Kind.SPARSE:
+        if kind not in (Kind.PROMPT_END, Kind.SPARSE) or self._slots.num_free:
             return True
+        victim = self._reclaimer.next_victim()
+        if victim is None:
+            return False
+        if kind is Kind.PROMPT_END:
+            return not victim[0].reservations
         above = max([allocation.deepest_state, *(export.position for export in allocation.exports)])
-        return self._reclaimer.is_worth_a_slot(allocation.end, position, above)
+        worth = self._reclaimer.score.of_sparse(allocation.end, position, above)
+        return worth / (self._storage.pages_a_slot or 1) > victim[1]
 
     def _may_export(self, allocation: Allocation, start: int) -> bool:
         if not self._slots_each or start >= allocation.chain.shared_end:

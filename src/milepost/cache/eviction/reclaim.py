@@ -118,25 +118,11 @@ class Reclaimer:
         (slot,) = self._slots.allocate(1)
         return slot
 
-    def has_unawaited_slot(self) -> bool:
-        """Whether a slot can be had without evicting what a waiting request will resume from."""
-        if self._slots.num_free:
-            return True
+    def next_victim(self) -> tuple[Checkpoint, float] | None:
+        """Returns the checkpoint that would be evicted for a slot, with its score; None if there is
+        none."""
         self.settle()
-        least = self.states.victim()
-        return least is not None and not least[0].reservations
-
-    def is_worth_a_slot(self, end: End, position: int, above: int) -> bool:
-        """Whether a state that nobody has asked for is worth more than the least valuable
-        checkpoint. `position` is its own, `above` that of the state before it."""
-        if self._slots.num_free:
-            return True
-        self.settle()
-        least = self.states.victim()
-        if least is None:
-            return False
-        pages = self.storage.pages_a_slot or 1
-        return self.score.of_sparse(end, position, above) / pages > least[1]
+        return self.states.victim()
 
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Moves a waiting request's reservation to the checkpoint that it would resume from, or to
