@@ -30,14 +30,10 @@ class Admitter:
         self._config = config
         self._windows = windows
         self._reclaimer = reclaimer
-        self._tree = reclaimer.tree
-        self._storage = reclaimer.storage
         self._pages = reclaimer.storage.pages
         self._slots = reclaimer.storage.slots
         self._score = reclaimer.score
-        self._hold_back = HoldBack(self._tree, self._storage, self._score, config.page_size)
-        self._page_size = config.page_size
-        self._slots_each = config.slots_each
+        self._hold_back = HoldBack(reclaimer, config.page_size)
         self._keeps_forks = keeps_forks and config.slots_each > 0
 
     def admit(
@@ -54,10 +50,10 @@ class Admitter:
         end = self._begin(match, reservation, is_first=is_first)
         if match.checkpoint is not None:
             self._reclaimer.stats.checkpoints_used += 1
-            self._tree.use(match.checkpoint, end)
+            self._reclaimer.tree.use(match.checkpoint, end)
         allocation = self._make(match, end)
         allocation.facts.marks, allocation.facts.branch_points = marks, branch_points
-        while len(allocation.slots_kept) < num_kept and self._storage.has_room(0, 1):
+        while len(allocation.slots_kept) < num_kept and self._reclaimer.storage.has_room(0, 1):
             allocation.slots_kept.append(self._reclaimer.allocate_slot())
         allocation.is_first = is_first
         return allocation
@@ -80,7 +76,7 @@ class Admitter:
         shares with resident pages, and at a known fork further on, whose pages have gone."""
         if not self._keeps_forks:
             return match.branch_points
-        chain, size = match.path.chain, self._page_size
+        chain, size = match.path.chain, self._config.page_size
         seen = floor(min(match.num_seen * size, chain.last_resume), self._config.grid)
         if seen <= max(match.state_length, *match.branch_points, 0):
             return match.branch_points
@@ -96,13 +92,13 @@ class Admitter:
         So while others run, a request also needs room for the `num_kept` states that it keeps.
         """
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
-        wanted_slots = self._slots_each + (num_kept if self._pages.num_used else 0)
+        wanted_slots = self._config.slots_each + (num_kept if self._pages.num_used else 0)
         # A waiting request may ask in every step, so this is known without pinning the path.
-        if not self._storage.has_room(fresh + pages, slots + wanted_slots):
+        if not self._reclaimer.storage.has_room(fresh + pages, slots + wanted_slots):
             return False
         self._pages.pin([*match.path.pages, *match.tail])
         self._slots.pin(match.slots)
-        if self._storage.has_room(fresh, wanted_slots):
+        if self._reclaimer.storage.has_room(fresh, wanted_slots):
             return True
         self._pages.unpin([*match.path.pages, *match.tail])
         self._slots.unpin(match.slots)
@@ -110,26 +106,26 @@ class Admitter:
 
     def _num_fresh(self, match: Match) -> int:
         """Returns the number of pages that a prompt needs besides those found in the cache."""
-        return -(-len(match.path.chain) // self._page_size) - match.path.num_pages
+        return -(-len(match.path.chain) // self._config.page_size) - match.path.num_pages
 
     def displaced(self, match: Match) -> float:
         """Returns how many tokens likely to be asked for soon would be evicted by this match, or by
         the growth of known paths in the meantime. What running requests hold is as likely to be
         asked for as returns were seen. Cached paths already have their share of the growth, so it
         counts only in proportion to how much of the prompt is new."""
-        num_tokens, size = len(match.path.chain), self._page_size
+        num_tokens, size = len(match.path.chain), self._config.page_size
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
         held_pages, held_slots = self._hold_back.beside(match.checkpoint, match.version)
         num_likely = held_pages + self._pages.num_used * self._score.evidence
         new_share = 1 - match.state_length / num_tokens
         growth = self._score.growth(LOOK_AHEAD) * new_share / size
         growth = min(growth, num_likely * MOST_GROWTH)
-        each = self._storage.pages_a_slot
-        wanted_slots = slots + self._slots_each + held_slots
+        each = self._reclaimer.storage.pages_a_slot
+        wanted_slots = slots + self._config.slots_each + held_slots
         short = fresh + pages + held_pages + growth
         if each:
-            short += each * wanted_slots - self._storage.room[0]
-            most = min(fresh + each * self._slots_each, num_likely + each * held_slots)
+            short += each * wanted_slots - self._reclaimer.storage.room[0]
+            most = min(fresh + each * self._config.slots_each, num_likely + each * held_slots)
             return max(min(short, most), 0) * size
         displaced = max(min(short - self._pages.room, fresh, num_likely), 0) * size
         if held_slots and wanted_slots > self._slots.room:
@@ -139,7 +135,7 @@ class Admitter:
     def _revived(self, match: Match) -> tuple[int, int]:
         """Returns the numbers of the match's pages and slots that are merely cached. Pinning the
         match takes them out of the room that is left."""
-        path, pages, nodes = match.path, self._pages, self._tree.nodes
+        path, pages, nodes = match.path, self._pages, self._reclaimer.tree.nodes
         digests = path.chain.digests(path.num_pages)
         # A request that holds a page holds all pages before it.
         first = bisect_left(
@@ -157,10 +153,10 @@ class Admitter:
         """Builds the allocation of a pinned match. Its first step reads the checkpoint's slot and a
         copy of its tail page; without a checkpoint it reads zeros, or the states stored beside its
         pages."""
-        chain, position, size = match.path.chain, match.state_length, self._page_size
+        chain, position, size = match.path.chain, match.state_length, self._config.page_size
         source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
         begun = self._windows.begin(source)
-        slot_out = self._reclaimer.allocate_slot() if self._slots_each else ZERO_SLOT
+        slot_out = self._reclaimer.allocate_slot() if self._config.slots_each else ZERO_SLOT
         table += self._reclaimer.allocate_pages(-(-len(chain) // size) - len(table))
         copy = None
         if tail and position > match.kv_length:

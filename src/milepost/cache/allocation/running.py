@@ -27,14 +27,9 @@ class Running:
     ) -> None:
         self._config = config
         self._windows = windows
-        self._page_size = config.page_size
-        self._slots_each = config.slots_each
         self._reclaimer = reclaimer
-        self._storage = reclaimer.storage
         self._pages = reclaimer.storage.pages
         self._slots = reclaimer.storage.slots
-        self._stats = reclaimer.stats
-        self._tree = reclaimer.tree
         self._publisher = Publisher(config.page_size, reclaimer, windows)
         self._place = place
         self._change = reclaimer.change
@@ -42,10 +37,10 @@ class Running:
     def extend(self, allocation: Allocation, num_tokens: int) -> bool:
         """Makes the page table cover `num_tokens`. Returns False, and changes nothing, if there is
         no room."""
-        missing = -(-num_tokens // self._page_size) - len(allocation.page_table)
+        missing = -(-num_tokens // self._config.page_size) - len(allocation.page_table)
         if missing <= 0:
             return True
-        if not self._storage.has_room(missing, 0):
+        if not self._reclaimer.storage.has_room(missing, 0):
             return False
         self._change()
         allocation.page_table.extend(self._reclaimer.allocate_pages(missing))
@@ -92,15 +87,15 @@ class Running:
         num_taken = len(allocation.exports)
         places = list(self._place(allocation.facts, start, end).items())
         num_left_out = max(len(places) - most, 0) if most is not None else 0
-        self._stats.checkpoints_skipped += num_left_out
+        self._reclaimer.stats.checkpoints_skipped += num_left_out
         for position, kind in places[num_left_out:]:
             if kind is Kind.BRANCH_POINT and allocation.slots_kept:
                 slot = allocation.slots_kept.pop()
-            elif not self._storage.has_room(0, 1):
-                self._stats.checkpoints_skipped += 1
+            elif not self._reclaimer.storage.has_room(0, 1):
+                self._reclaimer.stats.checkpoints_skipped += 1
                 continue
             elif not self._is_worth_a_slot(allocation, position, kind):
-                self._stats.checkpoints_declined += 1
+                self._reclaimer.stats.checkpoints_declined += 1
                 continue
             else:
                 self._change()
@@ -128,10 +123,10 @@ class Running:
             return not victim[0].reservations
         above = max([allocation.deepest_state, *(export.position for export in allocation.exports)])
         worth = self._reclaimer.score.of_sparse(allocation.end, position, above)
-        return worth / (self._storage.pages_a_slot or 1) > victim[1]
+        return worth / (self._reclaimer.storage.pages_a_slot or 1) > victim[1]
 
     def _may_export(self, allocation: Allocation, start: int) -> bool:
-        if not self._slots_each or start >= allocation.chain.shared_end:
+        if not self._config.slots_each or start >= allocation.chain.shared_end:
             return False
         return start < allocation.facts.prompt_length or self._config.mode == "all"
 
@@ -145,7 +140,7 @@ class Running:
         step in flight lie after `position`; they stay.
         """
         assert position >= allocation.committed, "A4: what is committed stays so"
-        if self._slots_each and not allocation.is_verifying:
+        if self._config.slots_each and not allocation.is_verifying:
             assert allocation.slot_out in written, "S4: a step without drafts writes its state"
         self._change()
         allocation.num_steps -= 1
@@ -183,7 +178,7 @@ class Running:
 
     def _fold(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Updates the position of the request's state."""
-        if not self._slots_each:
+        if not self._config.slots_each:
             allocation.state_length = allocation.committed
         elif allocation.slot_out in written:
             allocation.state_length = self._held(allocation.slot_out, written)
@@ -196,7 +191,7 @@ class Running:
         continue at `position`, which is before the end of its prompt: full pages, a tail page, and
         its slot. Nothing is planned for the request until `loaded` or `load_failed`. It keeps the
         checkpoint that it would have resumed from."""
-        size, chain = self._page_size, allocation.chain
+        size, chain = self._config.page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
         allocation.happens(Transition.LOAD)
         first, end = allocation.write_from // size, position // size
@@ -209,7 +204,7 @@ class Running:
         key = checkpoint_key(digests[end - 1] if end else chain.root, tail)
         if tail and position > allocation.write_from:
             arrivals.append(Arrival(key=key, what="tail", id=allocation.page_table[end]))
-        if self._slots_each:
+        if self._config.slots_each:
             windows = self._windows.load(allocation, position)
             state = Arrival(key=key, what="state", id=allocation.slot_out, windows=windows)
             arrivals.append(state)
@@ -230,7 +225,7 @@ class Running:
         allocation.arrivals = ()
         if self._config.enabled:
             self._publisher.publish_pages(allocation)
-            if self._slots_each and self._storage.is_free(0, 1):
+            if self._config.slots_each and self._slots.num_free:
                 self._keep_loaded(allocation)
 
     def _keep_loaded(self, allocation: Allocation) -> None:
@@ -280,13 +275,13 @@ class Running:
         if is_ready and allocation.path and kind is not Kind.PREEMPTED:
             self._reclaimer.score.ended(allocation.end, allocation.path[-1], allocation.committed)
         if self._config.bitwise and self._config.enabled and kind is not Kind.PREEMPTED:
-            self._tree.note_answer(allocation.chain, allocation.end)
+            self._reclaimer.tree.note_answer(allocation.chain, allocation.end)
         is_kept = self._config.enabled and allocation.state_length <= allocation.chain.shared_end
-        if kind is not None and is_kept and is_ready and self._slots_each:
+        if kind is not None and is_kept and is_ready and self._config.slots_each:
             self._publisher.publish_state(
                 allocation, allocation.state_length, allocation.slot_out, kind
             )
-        elif self._slots_each:
+        elif self._config.slots_each:
             self._slots.unpin((allocation.slot_out,))
         self._pages.unpin(allocation.path_pins)
         self._pages.unpin(allocation.page_table)

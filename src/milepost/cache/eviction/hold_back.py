@@ -4,9 +4,9 @@ it costs others their hits."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from milepost.cache.eviction.score import Score
-from milepost.cache.memory import Storage
-from milepost.cache.tree import Checkpoint, Tree, upwards
+
+from milepost.cache.eviction.reclaim import Reclaimer
+from milepost.cache.tree import Checkpoint, upwards
 
 LOOK_AHEAD = 256
 """Number of requests to look ahead: what is likely to be asked for by then counts, and a newcomer
@@ -36,11 +36,11 @@ class HoldBack:
     """Looks at all paths in rounds. If there are many, one round spans several changes of the
     cache."""
 
-    def __init__(self, tree: Tree, storage: Storage, score: Score, page_size: int) -> None:
-        self._tree = tree
-        self._score = score
-        self._pages = storage.pages
-        self._slots = storage.slots
+    def __init__(self, reclaimer: Reclaimer, page_size: int) -> None:
+        self._at_slot = reclaimer.tree.at_slot
+        self._score = reclaimer.score
+        self._pages = reclaimer.storage.pages
+        self._slots = reclaimer.storage.slots
         self._page_size = page_size
         self._version = -1
         self._ahead: list[Checkpoint] = []
@@ -63,7 +63,7 @@ class HoldBack:
 
     def _go_on(self, most: int) -> None:
         """Looks at the next `most` paths, or at all of them if there are no more than that."""
-        at_slot, live_refs = self._tree.at_slot, self._slots.live_refs
+        at_slot, live_refs = self._at_slot, self._slots.live_refs
         if not self._ahead or most >= len(at_slot):
             self._ahead, self._found = list(at_slot.values()), Likely()
         ahead, num_looks = self._ahead, 0

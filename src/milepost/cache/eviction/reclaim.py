@@ -24,7 +24,7 @@ from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Pool, Storage, UnifiedPool
 from milepost.cache.order import Order
 from milepost.cache.report import Stats
-from milepost.cache.tree import Checkpoint, End, Node, Reservation, Tree
+from milepost.cache.tree import Checkpoint, Node, Reservation, Tree
 
 
 class Reclaimer:

@@ -41,10 +41,6 @@ class Split:
         is evicted."""
         return self.pages.room, self.slots.room
 
-    def is_free(self, num_pages: int, num_slots: int) -> bool:
-        """Whether this many pages and slots are free now, without evicting anything."""
-        return num_pages <= self.pages.num_free and num_slots <= self.slots.num_free
-
     def has_room(self, num_pages: int, num_slots: int) -> bool:
         """Whether this many pages and slots can be had if everything that is merely cached is
         evicted."""
@@ -72,10 +68,6 @@ class UnifiedPool:
         pages may be too scattered for that many."""
         pages = self.pages.room + self.pages_a_slot * self.slots.num_cached
         return pages, pages // self.pages_a_slot
-
-    def is_free(self, num_pages: int, num_slots: int) -> bool:
-        left = len(self.free_units) - num_slots
-        return left >= 0 and num_pages <= self._free_pages.num_loose + left * self.pages_a_slot
 
     def has_room(self, num_pages: int, num_slots: int) -> bool:
         """Whether there is room: slots take idle units, and pages the other idle units and all
