@@ -41,7 +41,6 @@ from milepost.kernels.platform.tables import KernelTable
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp8, Int4
 from milepost.kernels.products.table import PRODUCTS
-from milepost.kernels.recurrent import fused as mixers_run
 from milepost.runner import graphs as runner_graphs
 from milepost.runner.graphs import Graphs, largest_step
 
@@ -59,10 +58,6 @@ _LAUNCH = JITFunction.run
 
 def _never(*_arguments: Any, **_named: Any) -> bool:
     return False
-
-
-def _nothing(*_arguments: Any, **_named: Any) -> None:
-    """No tiles, no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +168,6 @@ KERNELS: dict[str, Kernel] = {
     ),
     "round_gated": Kernel(
         forms=("fp8",), steps=FEW + MANY, without=_put(products, "rounds_gated", _never)
-    ),
-    "mixers_rounded": Kernel(
-        forms=("fp8",), steps=FEW + MANY, without=_put(mixers_run, "room_for", _nothing)
     ),
     "raw_tall": Kernel(
         forms=("raw",), steps=MANY, without=_without("products.portable.grouped_large")

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,10 +34,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from milepost import LLM, SamplingParams
-from milepost.kernels.attention import run as attention_run
 from milepost.kernels.layout import emit
 from milepost.kernels.norm import triton as norm_triton
-from milepost.kernels.recurrent import fused
 from milepost.layers.context import Context
 from milepost.layers.parts import ResidualBlock
 from milepost.runner.graphs import Graphs
@@ -86,9 +84,7 @@ def by_launches() -> Iterator[None]:
     def few(num_tokens: int, *args: Any, **how: Any) -> Any:
         return None if num_tokens > _FEW else room_for(num_tokens, *args, **how)
 
-    with ExitStack() as stack:
-        for producer in (attention_run, fused, norm_triton):
-            stack.enter_context(mock.patch.object(producer, "room_for", few))
+    with mock.patch.object(norm_triton, "room_for", few):
         yield
 
 

@@ -8,9 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import probe, why_no_gluon
-from milepost.kernels.products.portable import rounding
 from milepost.kernels.recurrent import LayerStates
 from tests.kernels.mixers import (
     LONG_BATCHES,
@@ -40,55 +38,6 @@ pytestmark = [
 
 SHAPES = {"real": REAL, "odd": ODD, "olmo": OLMO, "beyond-1": replace(REAL, max_beta=2.0)}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="products round rows themselves on other chips than Hopper",
-)
-@pytest.mark.parametrize("num_sequences", [2, 7, 63])
-def test_decode_brings_its_rounding_along(num_sequences: int) -> None:
-    """The same numbers as a launch of their own makes of it; its own and the states' stay."""
-    slots = list(range(num_sequences))
-    batch = Batch(starts=[], lengths=[], slot_in=slots, slot_out=[*slots[:-1], -1])
-    projected = make_projected(REAL, num_sequences, torch.bfloat16, "cuda")
-    weights = make_weights(REAL, torch.bfloat16, "cuda")
-    pools = make_pools(REAL, max(3, num_sequences), torch.bfloat16, "cuda", spacing=0)
-    pools.conv[3:], pools.recurrent[3:] = pools.conv[1], pools.recurrent[1]
-    others = pools.clone(0)
-    plain = fused_decode(projected, weights, pools, batch)
-    output = fused_decode(projected, weights, others, batch, emit=Emit.FP8)
-    assert torch.equal(output.values, plain)
-    assert torch.equal(others.recurrent, pools.recurrent)
-    own = output.fp8
-    values, scales = rounding.quantise(plain, 128, probe(plain.device))
-    assert torch.equal(own.values[:num_sequences].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(own.scales[:, :num_sequences], scales)
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="products round rows themselves on other chips than Hopper",
-)
-@pytest.mark.parametrize("num_tokens", [50, 301, 4097])
-def test_prefill_brings_its_rounding_along(num_tokens: int) -> None:
-    """Of many tokens nothing else; the last ones are padding."""
-    batch = Batch(starts=[0, 70], lengths=[num_tokens - 43, 40], slot_in=[0, 1], slot_out=[3, 4])
-    projected = make_projected(REAL, num_tokens, torch.bfloat16, "cuda")
-    weights = make_weights(REAL, torch.bfloat16, "cuda")
-    pools = make_pools(REAL, 5, torch.bfloat16, "cuda", spacing=0)
-    others = pools.clone(0)
-    room = {"max_tokens": num_tokens, "max_sequences": 3, "max_exports": 0}
-    plain = fused_prefill(projected, weights, pools, batch, **room)
-    output = fused_prefill(projected, weights, others, batch, emit=Emit.FP8, **room)
-    assert_pools_equal(others, pools)
-    assert (output.values is not None) == (num_tokens == 50)
-    if num_tokens == 50:
-        assert torch.equal(output.values, plain)
-    own = output.fp8.filled
-    values, scales = rounding.quantise(plain, 128, probe(plain.device))
-    assert torch.equal(own[0].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(own[1], scales)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

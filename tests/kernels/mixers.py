@@ -16,7 +16,6 @@ from torch import Tensor
 from milepost.kernels import conv, recurrent
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.chunks import ChunkLayout, ChunkRows, lay_out, lay_out_chunks
-from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import probe
 from milepost.kernels.recurrent import (
     CHUNK,
@@ -296,13 +295,11 @@ def fused_prefill(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
-    *,
-    emit: Emit = Emit.VALUES,
     **capacities: int,
 ) -> Tensor:
     """`recurrent.mix`, padded to `capacities`."""
     chunks, slots = _laid_out(batch, projected.device, capacities)
-    return recurrent.mix(projected, weights, pools.states(slots), chunks, emit=emit)
+    return recurrent.mix(projected, weights, pools.states(slots), chunks)
 
 
 def captured_prefill(
@@ -363,9 +360,7 @@ def fused_decode(
     weights: GatedDeltaWeights,
     pools: Pools,
     batch: Batch,
-    *,
-    emit: Emit = Emit.VALUES,
-) -> Inputs:
+) -> Tensor:
     slots = batch.slots(projected.device)
     _, value_heads, key_dim, value_dim = pools.recurrent.shape
     key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
@@ -373,7 +368,7 @@ def fused_decode(
         key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim
     )
     layout = on_device(lay_out_decode(shapes, len(projected)), projected.device)
-    return recurrent.mix(projected, weights, pools.states(slots), layout, emit=emit)
+    return recurrent.mix(projected, weights, pools.states(slots), layout)
 
 
 def lay_out_decode(shapes: Shapes, num_sequences: int) -> DecodeLayout:

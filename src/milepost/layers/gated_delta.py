@@ -192,8 +192,6 @@ class GatedDelta(nn.Module):
             weights,
             ctx.layer_states(number),
             ctx.step.layouts[self.operation],
-            emit=self.out.reads,
-            order=self.scope.order,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS, order=ctx.order)
 

@@ -8,10 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from milepost.kernels.layout import emit
-from milepost.kernels.layout.emit import Emit, as_activations
-from milepost.kernels.platform.device import probe
-from milepost.kernels.products.portable import rounding
 from milepost.kernels.recurrent import CHUNK
 from tests.batches import spread
 from tests.kernels.mixers import (
@@ -150,39 +146,6 @@ def test_prefill_padding_changes_nothing() -> None:
     assert torch.equal(output[:tokens], expected)
     assert (output[tokens:] == 0).all()
     assert_pools_equal(padded, exact)
-
-
-@pytest.mark.parametrize("num_tokens", [37, 83])
-def test_prefill_brings_its_rounding_along(monkeypatch, num_tokens: int) -> None:
-    """The same numbers as a launch of their own makes of it, of padding too; of many tokens there
-    are no others."""
-    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
-    shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=128)
-    weights, projected = make_weights(shapes, torch.float16), make_projected(shapes, num_tokens)
-    batch = Batch(starts=[3], lengths=[num_tokens - 5], slot_in=[1], slot_out=[3])
-    found = [
-        fused_prefill(
-            projected.half(), weights, make_pools(shapes, 4, torch.float16), batch,
-            emit=each, max_tokens=num_tokens, max_sequences=2, max_exports=0,
-        )
-        for each in (Emit.VALUES, Emit.FP8)
-    ]  # fmt: skip
-    assert (found[1].values is None) == (num_tokens > 64)
-    if found[1].values is not None:
-        assert torch.equal(found[0], found[1].values)
-    values, scales = rounding.quantise(found[0], 128, probe(projected.device))
-    assert torch.equal(found[1].fp8.filled[0].float(), values.float())
-    assert torch.equal(found[1].fp8.filled[1], scales)
-
-
-def test_only_heads_of_a_block_are_rounded(monkeypatch) -> None:
-    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
-    shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=64)
-    batch = Batch(starts=[3], lengths=[70], slot_in=[1], slot_out=[3])
-    projected, weights = make_projected(shapes, 70, torch.float16), make_weights(shapes)
-    pools = make_pools(shapes, 4, torch.float16)
-    output = fused_prefill(projected, weights, pools, batch, emit=Emit.FP8)
-    assert as_activations(output).fp8 is None
 
 
 def test_prefill_half_inputs() -> None:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from milepost.kernels import recurrent
-from milepost.kernels.layout import emit
-from milepost.kernels.layout.emit import Activations, Emit, values_of
 from milepost.kernels.platform.device import probe
-from milepost.kernels.products.portable import rounding
 from tests.kernels import kimi, ssd
 from tests.kernels.mixers import MixerShapes, Shapes, make_projected
 from tests.kernels.verifying import Kind, Mixer, Plain, is_equal, play
@@ -57,30 +51,6 @@ def test_it_matches_the_reference_beside_a_prefill_and_padding(kind: Kind) -> No
         for found, wanted in zip(ours.state(sequence), theirs.state(sequence), strict=True):
             assert relative_error(found, wanted) < 5e-6
     assert torch.equal(ours.records.nan_to_num(9), theirs.records.nan_to_num(9))
-
-
-def test_rows_beside_a_prefill_bring_their_rounding_along(monkeypatch) -> None:
-    """Those of the decodes and of the prefill: the numbers that a launch of their own makes."""
-    monkeypatch.setattr(emit, "reads_rounded", lambda _: True)
-    shapes = Shapes(key_heads=1, value_heads=2, key_dim=16, value_dim=128)
-    mixer = Mixer(Kind(shapes=shapes, dtype=torch.float16, chip=CHIP, num_tokens=3))
-    made: list[Activations] = []
-
-    def launch(_: object, projected: torch.Tensor, *step: Any) -> torch.Tensor:
-        weights, pools, layout, slots, records = step
-        states = pools.states(slots, records)
-        made.append(recurrent.mix(projected, weights, states, layout, emit=Emit.FP8))
-        return values_of(made[0])
-
-    mixer.mixer = SimpleNamespace(launch=launch)
-    tokens, prompt = (make_projected(shapes, num, torch.float16, seed=num) for num in (4, 20))
-    output = mixer.step({0: (0, tokens[:3]), 2: (0, tokens[3:])}, prompt, padding=3)
-    values, scales = rounding.quantise(output, 128, CHIP)
-    own = made[0].fp8
-    assert own is not None
-    num = len(output)
-    assert torch.equal(own.values[:num].float(), values.float())
-    assert torch.equal(own.scales[:, :num], scales)
 
 
 def test_a_prefill_beside_verifying_sequences_has_the_bits_that_it_has_alone(kind: Kind) -> None:

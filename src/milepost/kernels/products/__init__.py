@@ -20,7 +20,6 @@ from milepost.kernels import norm
 from milepost.kernels.layout.emit import (
     FEW,
     Emit,
-    Fp8Rows,
     Inputs,
     as_activations,
     reads_rounded,
@@ -55,7 +54,6 @@ __all__ = [
     "multiply_heads",
     "norms_too",
     "reads",
-    "round_into",
     "route",
 ]
 
@@ -225,14 +223,6 @@ def gate(gate_up: Tensor, emit: Emit = Emit.VALUES, *, order: SumOrder = SumOrde
 
         return rounding.gate(gate_up, probe(gate_up.device))
     return norm.silu_mul(gate_up)
-
-
-def round_into(target: Fp8Rows, rows: Tensor) -> None:
-    """Rounds `rows` [R, I] to the first R rows of the `target`, whose others are rounded
-    already."""
-    from milepost.kernels.products.portable import rounding
-
-    rounding.round_into(target, rows, probe(rows.device))
 
 
 def rounds_gated(gate_up: Tensor, *, order: SumOrder = SumOrder.FREE) -> bool:

@@ -25,7 +25,6 @@ from torch import Tensor
 from milepost.kernels.layout import chunks
 from milepost.kernels.layout.batch import Batch, padded
 from milepost.kernels.layout.chunks import Array, ChunkLayout
-from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_rows, check_slots
@@ -183,10 +182,7 @@ def mix(
     weights: Weights,
     states: LayerStates,
     layout: MixerLayout,
-    *,
-    emit: Emit = Emit.VALUES,
-    order: SumOrder = SumOrder.FREE,
-) -> Inputs:
+) -> Tensor:
     """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's output
     [T, heads * W] and writes both pools, including the states of exports.
 
@@ -198,9 +194,7 @@ def mix(
 
     A slot that is written is read by no other sequence of the batch; several sequences may read one
     slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs are
-    zeros, or undefined in steps that verify. Gated DeltaNet's output is emitted as `emit` asks,
-    except in steps that verify; the other mixers return values alone. The products after it read
-    one row in FP8 too if their `order` is FIXED.
+    zeros, or undefined in steps that verify.
     """
     if isinstance(layout, MixerRows | MixerPieces):
         return reference.mix(projected, weights, states, layout)
@@ -213,7 +207,7 @@ def mix(
     check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
     from milepost.kernels.recurrent import fused
 
-    return fused.mix(projected, weights, states, layout, emit, order=order)
+    return fused.mix(projected, weights, states, layout)
 
 
 def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:

@@ -24,18 +24,8 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.layout.chunks import ChunkLayout
-from milepost.kernels.layout.emit import (
-    Activations,
-    Emit,
-    Inputs,
-    handed_on,
-    room_for,
-    values_of,
-)
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tables import Kernel, KernelTable, SumOrder
-from milepost.kernels.platform.tensors import BLOCK
-from milepost.kernels.products import round_into
+from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.recurrent import DecodeLayout, VerifyLayout
 from milepost.kernels.recurrent.portable import mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
@@ -71,34 +61,25 @@ def mix(
     weights: Weights,
     states: LayerStates,
     layout: ChunkLayout | DecodeLayout | VerifyLayout,
-    emit: Emit,
-    *,
-    order: SumOrder = SumOrder.FREE,
-) -> Inputs:
+) -> Tensor:
     """See `recurrent.mix`."""
     mixer = describe(projected, weights, states.recurrent)
     if isinstance(layout, DecodeLayout):
-        return _decode(mixer, states, layout.arrivals, emit, order=order)
+        return _decode(mixer, states, layout.arrivals)
     if isinstance(layout, ChunkLayout):
-        return _prefill(mixer, states, layout, emit)
+        return _prefill(mixer, states, layout)
     like, many = mixer.inputs.mixed.base, layout.prefills
-    most_each = 1 if states.records is None else 1 + states.records.shape[1]
     if many is None:
-        made: Inputs = like.new_empty(len(like), mixer.sizes.width)
+        output: Tensor = like.new_empty(len(like), mixer.sizes.width)
     else:
         own = states._replace(slot_in=many.slot_in, slot_out=many.slot_out)
-        both = Emit.VALUES if emit is Emit.VALUES else Emit.BOTH
-        made = _prefill(mixer, own, many.chunks, both)
-    output = values_of(made)
+        output = _prefill(mixer, own, many.chunks)
     if states.records is None:  # nothing is drafted, nothing is recorded
         states = states._replace(records=like.new_empty(1, 1, like.shape[1]))
     steps = states.verifies(layout.sequences)
     kernel = _choose(VERIFIES, mixer, len(steps.sequences.slot_out), states)
     kernel.run(mixer, steps, output)
-    if isinstance(made, Activations) and made.fp8 is not None:
-        # The decodes' rows come first; their kernel leaves values.
-        round_into(made.fp8, output[: layout.num_sequences * most_each])
-    return made
+    return output
 
 
 _RULES: dict[type[Weights], Callable[..., Mixer]] = {
@@ -113,25 +94,15 @@ def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tens
     return _RULES[type(weights)](projected, weights, recurrent_pool)
 
 
-def _decode(
-    mixer: Mixer,
-    states: LayerStates,
-    arrivals: Tensor | None,
-    emit: Emit,
-    *,
-    order: SumOrder,
-) -> Inputs:
+def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None) -> Tensor:
     num_sequences = len(states.slot_out)
-    output = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
+    output: Tensor = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
     kernel = _choose(DECODES, mixer, num_sequences, states)
-    fp8 = None
-    if emit is not Emit.VALUES and Emit.FP8 in kernel.epilogues:
-        fp8 = room_for(num_sequences, mixer.sizes.width, output, Emit.BOTH, order=order)
-    kernel.run(mixer, states.decodes(), output, arrivals, fp8)
-    return handed_on(output, fp8)
+    kernel.run(mixer, states.decodes(), output, arrivals)
+    return output
 
 
-def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit) -> Inputs:
+def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
     if mixer.rule_of is Mamba2Weights:
         return mamba2.prefill(mixer, states, layout)
     num_tokens, chunks = len(mixer.inputs.mixed.base), states.chunks(layout)
@@ -140,11 +111,9 @@ def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout, emit: Emit)
     pool = slot_states(states.recurrent)
     kernel.run(mixer, layout.chunk, pool, chunks, tensors)
     kernel = _choose(OUTPUTS, mixer, num_tokens, states, layout.chunk)
-    output = tensors.v.new_empty(num_tokens, mixer.sizes.width)
-    emit = emit if mixer.sizes.own == BLOCK else Emit.VALUES
-    fp8 = room_for(num_tokens, mixer.sizes.width, output, emit)
-    kernel.run(mixer, layout.chunk, chunks, tensors, output, fp8)
-    return handed_on(output, fp8)
+    output: Tensor = tensors.v.new_empty(num_tokens, mixer.sizes.width)
+    kernel.run(mixer, layout.chunk, chunks, tensors, output)
+    return output
 
 
 def _prepare(

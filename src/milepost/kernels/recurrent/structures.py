@@ -82,18 +82,6 @@ class StepOutput(NamedTuple):
     """[T, U * GROUP * W] float32, before the norm; None where heads are normed one by one."""
     base: Any
     """[T, U * GROUP * W]"""
-    rounded: Any = None
-    """A `RoundedOutput` if outputs are also rounded to FP8."""
-
-
-class RoundedOutput(NamedTuple):
-    """Destination of outputs rounded to FP8. The stride of scales is an argument of its own, since
-    kernels are specialised on fields."""
-
-    base: Any
-    """[T, V * W], as uint8 in the portable kernels."""
-    scales: Any
-    """[V, T] float32"""
 
 
 class PrefillChunks(NamedTuple):

@@ -3,8 +3,8 @@ that decode, without and with drafts; a prefill's states from chunk to chunk, an
 read.
 
 A row's entry, `run` if it names none, launches its kernel: steps with `(mixer, steps, output,
-arrivals, fp8)`, states with `(mixer, chunk, pool, chunks, tensors)`, outputs with `(mixer, chunk,
-chunks, tensors, output, fp8)`. Nothing here needs a GPU, or Triton.
+arrivals)`, states with `(mixer, chunk, pool, chunks, tensors)`, outputs with `(mixer, chunk,
+chunks, tensors, output)`. Nothing here needs a GPU, or Triton.
 
 Legend: T tokens, C channels, J taps, K entries that a state is read along, W entries of a head's
 output.
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.device import Chip, why_no_gluon
 from milepost.kernels.platform.tables import HOPPER, Condition, Kernel, KernelTable, SumOrder, row
 
@@ -201,12 +200,11 @@ _SSD_STATES: Condition[MixerPart] = ("states are not {} x {}".format(*_SSD_STATE
     it.recurrence.state == _SSD_STATE)
 
 _DELTA, _SSD = (GatedDeltaWeights, KDAWeights), (Mamba2Weights,)
-_FP8 = Emit.VALUES, Emit.FP8
 _STEP: Kernel[MixerPart] = row("step", "recurrent.portable.step", (*_DELTA, *_SSD), "rows, tree")
 
 DECODES: KernelTable[MixerPart] = KernelTable(
     row("delta decode, Hopper", "recurrent.hopper.delta_decode", _DELTA, "4 rows, warps",
-        _DELTA_STATES, _REACHED, _SILU, needs=HOPPER, epilogues=_FP8),
+        _DELTA_STATES, _REACHED, _SILU, needs=HOPPER),
     _STEP,
 )
 """Kernels for steps in which each sequence decodes one token. On Hopper one kernel serves any

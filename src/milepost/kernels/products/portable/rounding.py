@@ -71,12 +71,6 @@ def quantise(
     return values, scales
 
 
-def round_into(target: Fp8Rows, rows: Tensor, chip: Chip) -> None:
-    """Rounds `rows` [R, I] into the first R rows of `target`; its other rows are rounded
-    already."""
-    _quantise(rows, target.values, target.scales, BLOCK, chip)
-
-
 def _quantise(
     rows: Tensor, values: Tensor, scales: Tensor, depth: int, chip: Chip, *, is_gated: bool = False
 ) -> None:

@@ -25,9 +25,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.layout.emit import Fp8Rows
 from milepost.kernels.platform.device import num_sms
-from milepost.kernels.platform.gluon import round_block
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.hopper.states import (
     BY_LINE,
@@ -49,7 +47,7 @@ from milepost.kernels.recurrent.hopper.states import (
     take,
     unit_vectors,
 )
-from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, RoundedOutput, StepOutput
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 
 
 def run(
@@ -57,22 +55,17 @@ def run(
     steps: DecodingSteps,
     output: Tensor,
     arrivals: Tensor | None = None,
-    fp8: Fp8Rows | None = None,
 ) -> None:
-    """Advances each sequence by one token. Writes `output` [S, V * W], zeros for padding, and `fp8`
-    if given.
+    """Advances each sequence by one token. Writes `output` [S, V * W], zeros for padding.
 
     With `arrivals` [S, G] int32, zeros before and after, each value head has a program of its own.
     """
-    sizes, rounded, scales_stride = mixer.sizes, None, 0
-    if fp8 is not None:
-        rounded, scales_stride = RoundedOutput(fp8.values, fp8.scales), fp8.scales.stride(0)
+    sizes = mixer.sizes
     each = sizes.group if arrivals is None else 1
     num_units = len(output) * sizes.heads // each
     units_at_once = num_sms(output.device)
     stages = 2 if each > 1 and num_units <= units_at_once else 1
-    target = StepOutput(None, output, rounded)
-    outputs = arrivals if each < sizes.group else None, target, scales_stride
+    outputs = arrivals if each < sizes.group else None, output
     form = StepForm(sizes, each, stages)
     _decode_kernel[(min(num_units, 2 * units_at_once),)](
         *operands(mixer, steps), *outputs, num_units, FORM=form, num_warps=4, **OVERLAPPED
@@ -81,9 +74,7 @@ def run(
 
 @quick
 @gluon.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["steps"])
-def _decode_kernel(
-    inputs, weights, steps, lines, arrivals, output, scales_stride, num_units, FORM: gl.constexpr
-):
+def _decode_kernel(inputs, weights, steps, lines, arrivals, output, num_units, FORM: gl.constexpr):
     """Loops over units: EACH value heads (all or one) of a key head of a sequence."""
     SIZES: gl.constexpr = FORM.sizes
     SIZE: gl.constexpr = SIZES.shared
@@ -147,7 +138,8 @@ def _decode_kernel(
             # decay.
             b_o = read_rows(b_state, by_row(b_q))
             b_o = norm_and_gate(b_o, b_norm, weights.norm_eps, head.gate, SIZE, SIZES.by_channel)
-            _store_output(gl.where(is_real, b_o, 0.0), output, scales_stride, i_n, i_hv, SIZES)
+            b_o = gl.where(is_real, b_o, 0.0).to(output.dtype.element_ty)
+            gl.store(output + (i_n * SIZES.heads + i_hv) * SIZE + o_v, b_o)
         if EACH < GROUP:
             is_last = arrived == GROUP // EACH - 1
             gl.store(p_arrivals, 0, mask=is_last)
@@ -188,16 +180,3 @@ def _decay_of(head, SIZES: gl.constexpr):
     if SIZES.by_channel:
         b_decay = by_row(b_decay)
     return b_decay
-
-
-@gluon.jit
-def _store_output(b_o, output, scales_stride, token, head, SIZES: gl.constexpr):
-    """Stores a token's output of a head, and the same rounded to FP8 if asked for."""
-    o_v = gl.arange(0, SIZES.own, layout=gl.SliceLayout(0, STATE))
-    b_o = b_o.to(output.base.dtype.element_ty)
-    at = (token * SIZES.heads + head) * SIZES.own + o_v
-    gl.store(output.base + at, b_o)
-    if output.rounded is not None:
-        b_rounded, scale = round_block(b_o.to(gl.float32), 0)
-        gl.store(output.rounded.base + at, b_rounded)
-        gl.store(output.rounded.scales + head * scales_stride + token, scale)

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.layout.emit import Fp8Rows, keeps_values
-from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import encode, scale_of
-from milepost.kernels.platform.tensors import LEAST_SCALE
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
     MixerSizes,
     PrefillChunks,
-    RoundedOutput,
 )
-
-_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 def run(
@@ -35,22 +27,16 @@ def run(
     chunks: PrefillChunks,
     tensors: ChunkTensors,
     output: Tensor,
-    fp8: Fp8Rows | None,
 ) -> None:
-    """Writes `output` [T, V * W] after the gated norm, and rounded to `fp8` if given."""
-    sizes, rounded, scales_stride = mixer.sizes, None, 0
-    if fp8 is not None:
-        rounded = RoundedOutput(fp8.values.view(torch.uint8), fp8.scales)
-        scales_stride = fp8.scales.stride(0)
+    """Writes `output` [T, V * W] after the gated norm."""
+    sizes = mixer.sizes
     read = mixer.inputs.gate, mixer.weights, chunks, tensors
     options = {"num_warps": delta_warps(sizes, output), **OVERLAPPED}
     _chunk_fwd_o_kernel[(sizes.heads, len(chunks.size))](
-        *(len(output), *read, output, rounded, scales_stride),
+        *(len(output), *read, output),
         SIZES=sizes,
         FINISH=mixer.rule.finish,
         C=chunk,
-        KEEPS_ROWS=keeps_values(fp8),
-        NATIVE=probe(output.device).has_fp8,
         **options,
     )
 
@@ -74,19 +60,8 @@ class ChunkHead(NamedTuple):
     in_chunk: Any
 
 
-class OutputPlaces(NamedTuple):
-    """Offsets of a chunk's outputs [C, W] and of their scales [C], each with a mask."""
-
-    rows: Any
-    in_rows: Any
-    scales: Any
-    in_chunk: Any
-
-
 @quick
-@triton.jit(
-    do_not_specialize=["num_tokens", "scales_stride"], do_not_specialize_on_alignment=["chunks"]
-)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _chunk_fwd_o_kernel(
     num_tokens,
     gate,
@@ -94,16 +69,12 @@ def _chunk_fwd_o_kernel(
     chunks,
     tensors,
     output,
-    rounded,
-    scales_stride,
     SIZES: tl.constexpr,
     FINISH: tl.constexpr,
     C: tl.constexpr,
-    KEEPS_ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
-    """Computes a value head's outputs of a chunk with the gated norm, in `output` [T, V * W], in
-    FP8 or in both."""
+    """Computes a value head's outputs [T, V * W] of a chunk, with the gated norm; those of no
+    sequence are zeros."""
     VALUE_DIM: tl.constexpr = SIZES.own
     i_hv, i_t = tl.program_id(0), tl.program_id(1)
     size = tl.load(chunks.size + i_t)
@@ -115,10 +86,9 @@ def _chunk_fwd_o_kernel(
     in_chunk, is_v = o_t < tl.abs(size), o_v < VALUE_DIM
     in_v = in_chunk[:, None] & is_v[None, :]
     first = (begin * SIZES.heads + i_hv) * VALUE_DIM
-    rows = first + o_t[:, None] * SIZES.width + o_v[None, :]
-    at = OutputPlaces(rows, in_v, i_hv * scales_stride + begin + o_t, in_chunk)
+    p_o = output + first + o_t[:, None] * SIZES.width + o_v[None, :]
     if size < 0:
-        _store_zeros(output, rounded, at, KEEPS_ROWS)
+        tl.store(p_o, tl.zeros(p_o.shape, output.dtype.element_ty), in_v)
         return
     own = ChunkHead(i_hv, i_t, begin, tl.cast(num_tokens, tl.int64), o_t, in_chunk)
     b_o = _read_chunk(tensors, own, o_v, is_v, SIZES, C)
@@ -126,7 +96,7 @@ def _chunk_fwd_o_kernel(
     p_gate = gate.base + begin * gate.stride + i_hv * VALUE_DIM
     b_gate = tl.load(p_gate + o_t[:, None] * gate.stride + o_v[None, :], in_v, 0)
     b_o = FINISH(b_o, b_weight, b_gate, weights.norm_eps, VALUE_DIM)
-    _store_outputs(output, rounded, at, b_o.to(output.dtype.element_ty), KEEPS_ROWS, NATIVE)
+    tl.store(p_o, b_o.to(output.dtype.element_ty), in_v)
 
 
 @triton.jit
@@ -162,30 +132,6 @@ def _read_chunk(tensors, own, o_v, is_v, SIZES: tl.constexpr, C: tl.constexpr):
     b_v = tl.load(tensors.v + v_begin * VALUE_DIM + value_at, in_v, 0)
     b_o += tl.dot(b_a, b_v, input_precision="ieee")
     return b_o
-
-
-@triton.jit
-def _store_zeros(output, rounded, at, KEEPS_ROWS: tl.constexpr):
-    """Stores zeros for tokens of no sequence. FP8 zeros are stored as bytes: ptxas of CUDA 12.8
-    converts constant zeros to FP8 together with another register's value."""
-    if KEEPS_ROWS:
-        tl.store(output + at.rows, tl.zeros(at.rows.shape, output.dtype.element_ty), at.in_rows)
-    if rounded is not None:
-        tl.store(rounded.base + at.rows, tl.zeros(at.rows.shape, tl.uint8), at.in_rows)
-        least = tl.full(at.scales.shape, _LEAST_SCALE, tl.float32)
-        tl.store(rounded.scales + at.scales, least, at.in_chunk)
-
-
-@triton.jit
-def _store_outputs(output, rounded, at, b_o, KEEPS_ROWS: tl.constexpr, NATIVE: tl.constexpr):
-    """Stores outputs as they are, in FP8 with a scale for each token, or both."""
-    if KEEPS_ROWS:
-        tl.store(output + at.rows, b_o, at.in_rows)
-    if rounded is not None:
-        b_wide = b_o.to(tl.float32)
-        b_scale = scale_of(b_wide, 1)
-        tl.store(rounded.base + at.rows, encode(b_wide / b_scale[:, None], NATIVE), at.in_rows)
-        tl.store(rounded.scales + at.scales, b_scale, at.in_chunk)
 
 
 @triton.jit

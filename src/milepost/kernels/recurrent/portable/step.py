@@ -21,7 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from milepost.kernels.layout.emit import Fp8Rows
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED
 from milepost.kernels.recurrent.portable.step_kernels import (
@@ -40,7 +39,6 @@ def run(
     steps: DecodingSteps,
     output: Tensor,
     arrivals: Tensor | None = None,
-    fp8: Fp8Rows | None = None,
 ) -> None:
     """Folds recorded drafts into the states, advances each sequence by one token and goes on
     through its drafts. Writes `output` [T, U * GROUP * W] of the decoding sequences; padding gets
@@ -49,7 +47,6 @@ def run(
     `arrivals` [S, U] int32 are zeros before and after. Steps without drafts need them for units
     that are normed together.
     """
-    assert fp8 is None, "outputs are rounded by who reads them"
     sizes, rule, num_sequences = mixer.sizes, mixer.rule, len(steps.sequences.slot_out)
     read = None if sizes.norms_heads else torch.empty_like(output, dtype=torch.float32)
     target = StepOutput(read, output)
