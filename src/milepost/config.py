@@ -134,6 +134,9 @@ class EngineConfig(ImageConfig):
     hopper_kernels: bool = True
     """Run the kernels made for Hopper where they can run. Without them, a Hopper chip runs the
     portable kernels of all other chips."""
+    fp4_activations: bool = False
+    """Round activations to four bits where the checkpoint was made for it (NVFP4, MXFP4), as vLLM
+    does on the same chips: B200 and RTX 50. By default they keep 16 bits. Not tried on a GPU."""
     enforce_eager: bool = False
     """Launch kernels one by one, without CUDA graphs."""
     async_scheduling: bool | None = None

@@ -20,7 +20,9 @@ from milepost.kernels.products.forms.quantised import (
     multiply,
     pack,
     quantise_fp8,
+    unpack,
 )
+from milepost.kernels.products.forms.w4a4 import PAIR, W4A4
 
 
 def to(device: str, weight: Quantised) -> Quantised:
@@ -94,6 +96,22 @@ def make_fp4(*shape: int, group: int = 16, seed: int = 0) -> Fp4:
         factors=factors,
         group=group,
         num_inputs=shape[-1],
+    )
+
+
+def make_w4a4(*shape: int, group: int = 16, seed: int = 0) -> W4A4:
+    """The same weights, for rows that are rounded; inputs that share a byte are adjacent."""
+    made = make_fp4(*shape, group=group, seed=seed)
+    scales = made.scales.float()
+    if group == 32:
+        scales = torch.where(scales > 0, torch.exp2(scales.clamp(min=2**-9).log2().round()), 0)
+    return W4A4(
+        packed=pack(unpack(made.packed, FP4_LANE), PAIR),
+        scales=scales.to(torch.float8_e4m3fn),
+        factors=made.factors,
+        group=group,
+        num_inputs=made.num_inputs,
+        input_factor=torch.tensor(0.01 if group == 16 else 1.0),
     )
 
 

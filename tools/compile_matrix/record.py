@@ -114,6 +114,8 @@ class Case:
     max_num_seqs: int = 64
     quantization: Mapping[str, Any] | None = None
     """As a checkpoint's configuration says it."""
+    fp4_activations: bool = False
+    """For chips that multiply them."""
     kv_dtype: torch.dtype | None = None
     num_ranks: int = 1
     """Of which the first one's part is run."""
@@ -158,6 +160,19 @@ _NVFP4: Mapping[str, Any] = {
     "quant_algo": "NVFP4",
     "ignore": [f"*{name}" for name in _LEFT],
 }
+_MX_VALUES = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}
+_MXFP4: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": _MX_VALUES,
+            "input_activations": _MX_VALUES | {"dynamic": True},
+        }
+    },
+    "ignore": [f"re:.*{name}$" for name in _LEFT],
+}
 CASES: Sequence[Case] = (
     Case(model=_35B),
     *(Case(model=_35B, page_size=size, only_attention=True) for size in (16, 128)),
@@ -178,6 +193,8 @@ CASES: Sequence[Case] = (
     Case(model=_35B, quantization=_INT8),
     Case(model=_35B, quantization=_INT4),
     Case(model=_35B, quantization=_NVFP4),
+    Case(model=_35B, quantization=_NVFP4, fp4_activations=True),
+    Case(model=_35B, quantization=_MXFP4, fp4_activations=True),
     Case(model="bench/models/kimi-linear-48b-a3b", kv_dtype=torch.float8_e4m3fn),
     *(
         Case(model=_35B, overrides=heads, only_attention=True, kv_dtype=torch.float8_e4m3fn)
@@ -196,6 +213,8 @@ CI_CASES: Sequence[Case] = (
     Case(model=_35B, quantization=_INT8),
     Case(model=_35B, quantization=_INT4),
     Case(model=_35B, quantization=_NVFP4),
+    Case(model=_35B, quantization=_NVFP4, fp4_activations=True),
+    Case(model=_35B, quantization=_MXFP4, fp4_activations=True),
     Case(model=_35B, only_attention=True, kv_dtype=torch.float8_e4m3fn),
     Case(model=_35B, num_ranks=2, only_attention=True),
     Case(model=_TINY),
@@ -287,6 +306,7 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     so many tokens."""
     # Imported here: kernels ask for the chip as they are imported.
     from milepost.kernels.layout.batch import Capacity
+    from milepost.kernels.platform.device import probe
     from milepost.layers.parameters import ModuleScope
     from milepost.models.quantization import read_quantization
     from milepost.models.registry import find_architecture, load_config, resolve_dtype
@@ -295,6 +315,8 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
     from milepost.runner.measuring import FirstSteps, compile_steps, measure_steps, rehearsal
     from milepost.runner.pool_shape import PoolShape
 
+    if case.fp4_activations and not probe(torch.device("cuda")).has_fp4:
+        return
     config = load_config(REPOSITORY / case.model)
     text = config.get_text_config()
     for name, value in (case.overrides or {}).items():
@@ -308,7 +330,8 @@ def _run_steps(case: Case, eager: Sequence[int]) -> None:
         ranks=first_of(case.num_ranks),
     )
     if case.quantization is not None:
-        forms = read_quantization(case.quantization, (), has_files=False)
+        asks = case.fp4_activations
+        forms = read_quantization(case.quantization, (), has_files=False, fp4_activations=asks)
         kind = replace(kind, precision_of=forms.precision_of)
     architecture = find_architecture(config.model_type)
     model = architecture.decoder(text, kind, is_tied=config.tie_word_embeddings)

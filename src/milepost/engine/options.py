@@ -63,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     max_queue_wait_s: float | None
     batch_invariant: bool
     hopper_kernels: bool
+    fp4_activations: bool
     enforce_eager: bool
     async_scheduling: bool | None
     speculative_config: SpeculativeConfig | Json | None

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from milepost.config import DType, LoadFormat
-from milepost.errors import UnsupportedModelError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.parameters import ModuleScope, raw_precision
 from milepost.layers.rotary import run_up_to
@@ -23,6 +23,7 @@ from milepost.models.folder import reading
 from milepost.models.head import check_head, why_no_head
 from milepost.models.quantised import refuse_asked
 from milepost.models.quantization import (
+    NO_FP4_ACTIVATIONS,
     SKIPPED,
     Quantization,
     on_the_fly,
@@ -60,6 +61,8 @@ class LoadOptions:
     """Whether to load the vision tower of a checkpoint that has one."""
     quantization: str | None = None
     """`fp8` rounds the weights of a raw checkpoint as they are loaded."""
+    fp4_activations: bool = False
+    """Whether activations are rounded to four bits where the checkpoint was made for that."""
     max_model_len: int | None = None
     """Length of the longest sequence that the model is run for; the positions of a few models
     depend on it."""
@@ -111,11 +114,11 @@ def check_split(folder: Path, options: LoadOptions) -> None:
             model.placements()
 
 
-def check_quantization(config: PreTrainedConfig, method: str | None) -> None:
-    """Raises ConfigError for a quantization that is not supported, or not with this `method`; reads
+def check_quantization(config: PreTrainedConfig, options: LoadOptions) -> None:
+    """Raises ConfigError for a quantization that is not supported, or not with these options; reads
     no weights."""
     with reading("config.json"):
-        _find_forms(config, method, (), has_files=False)
+        _find_forms(config, options, (), has_files=False)
 
 
 def outline(folder: Path, options: LoadOptions | None = None) -> tuple[Decoder, PreTrainedConfig]:
@@ -172,7 +175,7 @@ def _plan(folder: Path, options: LoadOptions) -> _Plan:
     files = None if options.load_format == "dummy" else WeightFiles(folder)
     names = () if files is None else files.by_name
     _check_embedding(architecture, names)
-    forms = _find_forms(config, options.quantization, names, has_files=files is not None)
+    forms = _find_forms(config, options, names, has_files=files is not None)
     scope = ModuleScope(
         dtype=resolve_dtype(options.dtype, config),
         device=torch.device(options.device),
@@ -245,11 +248,13 @@ def _note_head(architecture: Architecture, config: PreTrainedConfig, names: Iter
 
 
 def _find_forms(
-    config: PreTrainedConfig, method: str | None, names: Container[str], *, has_files: bool
+    config: PreTrainedConfig, options: LoadOptions, names: Container[str], *, has_files: bool
 ) -> Quantization | None:
     """Returns the forms of quantised weights; None for a raw checkpoint that stays raw."""
-    settings = quantization_settings(config)
-    refuse_asked(settings, method)
-    if not settings:
-        return None if method is None else on_the_fly()
-    return read_quantization(settings, names, has_files=has_files)
+    settings, asks = quantization_settings(config), options.fp4_activations
+    refuse_asked(settings, options.quantization)
+    if settings:
+        return read_quantization(settings, names, has_files=has_files, fp4_activations=asks)
+    if asks:
+        raise ConfigError(NO_FP4_ACTIVATIONS)
+    return None if options.quantization is None else on_the_fly()

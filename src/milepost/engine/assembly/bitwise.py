@@ -33,6 +33,8 @@ def refuse_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings under which the mode could not keep its promise."""
     if not config.batch_invariant:
         return
+    if config.fp4_activations:
+        raise _refused("fp4_activations has no kernel with one order of sums; leave it out")
     wanted = config.speculative_config
     if wanted is not None and wanted.rejection_sample_method == "synthetic":
         raise _refused("rejection_sample_method='synthetic' accepts drafts at random; leave it out")

@@ -216,6 +216,8 @@ def identity_of(
         # The angles of some models depend on it.
         "num_positions": model.num_positions,
     }
+    if config.fp4_activations:
+        facts["fp4_activations"] = True
     if config.hf_overrides is not None:
         facts["overrides"] = config.hf_overrides
     if not has_weights:

@@ -32,7 +32,7 @@ from milepost.errors import ConfigError
 from milepost.layers.rotary import num_positions, run_up_to
 from milepost.models.decoder import Decoder
 from milepost.models.early import check_length
-from milepost.models.loading import check_quantization, check_split
+from milepost.models.loading import LoadOptions, check_quantization, check_split
 from milepost.models.quantization import has_fp8_kv
 from milepost.models.registry import load_config
 from milepost.parallel import ALONE, Ranks
@@ -152,7 +152,10 @@ def _check_settings(config: EngineConfig, folder: Path) -> None:
     if config.tensor_parallel_size > 1:
         _check_split(config, folder)
     else:
-        check_quantization(whole, config.quantization)
+        asked = LoadOptions(
+            quantization=config.quantization, fp4_activations=config.fp4_activations
+        )
+        check_quantization(whole, asked)
 
 
 def _check_split(config: EngineConfig, folder: Path) -> None:

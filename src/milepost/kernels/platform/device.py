@@ -68,6 +68,11 @@ class Chip:
         return self.capability >= _FLOAT8 and self.arch != "cpu"
 
     @property
+    def has_fp4(self) -> bool:
+        """Whether the chip multiplies four-bit floats, e2m1, with scales of groups."""
+        return self.capability[0] in (10, 12)
+
+    @property
     def rounds_to_fp8(self) -> bool:
         """Whether products with FP8 weights round their rows to FP8. A chip that cannot multiply
         FP8 decodes the weights alone: this costs less, and is closer to unrounded rows."""

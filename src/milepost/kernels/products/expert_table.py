@@ -22,6 +22,7 @@ from milepost.kernels.platform.tables import (
 )
 from milepost.kernels.products.forms import Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.forms.w4a4 import W4A4
 
 ROW_BY_ROW = 40
 """Most routed tokens that are multiplied one by one, each rounded on the way: say, four tokens with
@@ -124,6 +125,8 @@ _RAW_ROOM: Condition[Mixture] = (
 _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
     it.has_16_bits and it.down.num_inputs % 64 == it.up.num_inputs % 128 == 0)
 
+_FP4: Condition[Mixture] = ("the chip multiplies no four-bit floats", lambda _, chip:
+    chip.has_fp4)
 _WIDE: Condition[Mixture] = ("matrix units read weights from registers", lambda _, chip:
     chip.has_wide_mma)
 
@@ -168,6 +171,8 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     row("16-bit weights made first, raw grouped", "products.library",
         (Int4, Fp4), "64 seq", rows=RowRange(above=_UNPACKED, unit=_EACH), entry="run_experts"),
     row("int8 grouped", "products.portable.grouped", _INT8, "int32, exact", **_FIXED),
+    row("w4a4 grouped", "products.portable.grouped", (W4A4,), "128 seq, by the unit", _FP4,
+        needs="FP4 (sm_100, sm_120)"),
     row("grouped", "products.portable.grouped", _QUANTISED, "128 seq", **_FIXED),
 )
 # fmt: on

@@ -18,6 +18,7 @@ from milepost.kernels.platform.tables import (
 )
 from milepost.kernels.products.forms import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.kernels.products.hopper import tiles as hopper
 from milepost.kernels.products.portable import row_tiles, tiles
 
@@ -136,6 +137,8 @@ _SM_90: Condition[Product] = ("torch takes these blocks on sm_90 alone", lambda 
 _WHOLE: Condition[Product] = ("sums may be split", lambda it, _: it.is_whole)
 _COMPARED: Condition[Product] = ("torch's GEMM was compared on sm_90 alone", lambda it, chip:
     chip.capability == (9, 0) and chip.arch != "cpu" and it.weight.num_outputs % 8 == 0)
+_FP4: Condition[Product] = ("the chip multiplies no four-bit floats", lambda _, chip:
+    chip.has_fp4)
 _LINES: Condition[Product] = ("scales are not of whole blocks", lambda it, _:
     it.weight.rows == it.weight.depth == BLOCK
     and it.weight.num_inputs % (4 * BLOCK) == it.weight.num_outputs % 16 == 0)
@@ -187,6 +190,8 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, entry="run_unpacked"),
     row("int8 gemm", "products.portable.gemm", _INT8, "int32, exact",
         epilogues=_PLAIN, cut=tiles.cut_quantised, serves=SumOrder.FIXED),
+    row("w4a4 gemm", "products.portable.gemm", (W4A4,), "128 seq, by the unit", _FP4,
+        epilogues=_PLAIN, cut=tiles.cut_quantised, needs="FP4 (sm_100, sm_120)"),
     row("gemm", "products.portable.gemm", _QUANTISED, "128 seq",
         epilogues=_PLAIN, cut=tiles.cut_quantised, serves=SumOrder.FIXED),
 )

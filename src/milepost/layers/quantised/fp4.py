@@ -1,8 +1,8 @@
 """Weights of four bits that are floats: NVFP4 as compressed-tensors and ModelOpt write it, and
 compressed-tensors' MXFP4 (see `kernels.products.forms.quantised.Fp4`).
 
-Scales of activations, meant for chips that round activations to four bits too, are read and
-ignored.
+Scales of activations, meant for chips that round activations to four bits too, are ignored unless
+activations are to be rounded (`kernels.products.forms.w4a4.W4A4`).
 
 Legend: O outputs, I inputs, G groups of inputs, X experts.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from milepost.errors import ConfigError, UnsupportedModelError
-from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, FP8, Fp4, pack
+from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, pack
+from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
@@ -40,6 +41,8 @@ float8's range."""
 _MX_BIAS = 127
 _SPREAD = (68.5 / 8) ** 0.5
 """Standard deviation of dummy numbers: all sixteen values are equally frequent."""
+_DUMMY_FACTOR = 2.0**-8
+"""Factor of dummy activations' scales: numbers up to 10 have scales of float8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class Fp4Precision:
     group: Literal[16, 32] = 16
     """Inputs that share a scale: 16 in NVFP4, with float8 scales and one factor for all of them; 32
     in MXFP4, with powers of two."""
+    rounds: bool = False
+    """Whether activations are rounded too."""
 
     max_shared: ClassVar[int] = 1
 
@@ -65,7 +70,7 @@ class Fp4Precision:
 
     @property
     def of_inputs(self) -> str:
-        """Name of the tensor with the activations' scale, which is ignored."""
+        """Name of the tensor with the activations' scale."""
         return "input_scale" if self.maker == "modelopt" else "input_global_scale"
 
     @property
@@ -119,6 +124,10 @@ class Fp4Stack(nn.Module):
         self.scales = empty(scope, (*rows, padded // precision.group), FP8)
         self.scales.data.view(torch.uint8).zero_()
         self.factors = ones(scope, tuple(rows), torch.float32)
+        self.input_factor: nn.Parameter | None = None
+        if precision.rounds:
+            self.input_factor = ones(scope, (), torch.float32)
+            self.input_factor.data.fill_(float(precision.group == _MX_GROUP))
 
     @property
     def axes(self) -> Mapping[str, Axes]:
@@ -126,14 +135,17 @@ class Fp4Stack(nn.Module):
 
     @property
     def form(self) -> Fp4:
-        return Fp4(
-            packed=self.packed,
-            scales=self.scales,
-            factors=self.factors,
-            group=self.precision.group,
-            num_inputs=self.num_inputs,
-            order=self.scope.order,
-        )
+        parts: dict[str, Any] = {
+            "packed": self.packed,
+            "scales": self.scales,
+            "factors": self.factors,
+            "group": self.precision.group,
+            "num_inputs": self.num_inputs,
+            "order": self.scope.order,
+        }
+        if self.input_factor is None:
+            return Fp4(**parts)
+        return W4A4(input_factor=self.input_factor, **parts)
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
         """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
@@ -151,7 +163,13 @@ class Fp4Stack(nn.Module):
             store = partial(self._store_factor, rows, at)
             places[precision.factor] = WeightSlot((1,), store, types=("F32",))
         if f"{path}.{precision.of_inputs}" in self.scope.names:
-            places[precision.of_inputs] = WeightSlot((1,), len, types=FLOATS)
+            is_read = precision.rounds and not is_mx
+            keep = self._store_input_factor if is_read else len
+            places[precision.of_inputs] = WeightSlot((1,), keep, types=FLOATS)
+        elif precision.rounds and not is_mx and self.scope.names:
+            raise ConfigError(
+                f"fp4_activations: {path} has no {precision.of_inputs}; leave the option out"
+            )
         return places
 
     def _store_numbers(self, rows: Rows, at: tuple[int, ...], pairs: Tensor) -> None:
@@ -159,7 +177,7 @@ class Fp4Stack(nn.Module):
         pairs = pairs.to(self.packed.device)
         q = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
         padding = 2 * self.packed.shape[-1] - self.num_placed
-        rows.put(self.packed.data[at], pack(nn.functional.pad(q, (0, padding)), FP4_LANE))
+        rows.put(self.packed.data[at], pack(nn.functional.pad(q, (0, padding)), self.form.lane))
 
     def _store_scales(self, rows: Rows, at: tuple[int, ...], scales: Tensor) -> None:
         target = self.scales.data.view(torch.uint8)[at]
@@ -169,6 +187,13 @@ class Fp4Stack(nn.Module):
         factor = value.to(self.factors.device, torch.float32).view(1).expand(rows.count)
         is_divisor = self.precision.maker == "compressed-tensors"
         rows.put(self.factors.data[at], 1 / factor if is_divisor else factor)
+
+    def _store_input_factor(self, value: Tensor) -> None:
+        """Stores the largest factor of all projections, since they may read the same rows."""
+        assert self.input_factor is not None, "asked for where activations are rounded"
+        factor = value.to(self.input_factor.device, torch.float32).view(())
+        factor = 1 / factor if self.precision.maker == "compressed-tensors" else factor
+        self.input_factor.data.copy_(torch.maximum(self.input_factor.data, factor))
 
     def _store_powers(self, rows: Rows, at: tuple[int, ...], bits: Tensor) -> None:
         """Stores the scales of a row relative to its factor. A scale smaller than 2^-17 of the
@@ -188,3 +213,5 @@ class Fp4Stack(nn.Module):
         whole = self.num_placed // self.precision.group
         self.scales.data.view(torch.uint8)[..., :whole] = one
         self.factors.data.fill_(spread / _SPREAD)
+        if self.input_factor is not None and self.precision.group != _MX_GROUP:
+            self.input_factor.data.fill_(_DUMMY_FACTOR)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from milepost.errors import ConfigError, UnsupportedModelError
-from milepost.layers.quantised import Fp8Precision
+from milepost.layers.quantised import Fp4Precision, Fp8Precision
 from milepost.layers.weights import RAW, Precision
 from milepost.models.folder import read_object
 from milepost.models.quantised import METHODS, is_made_for_fp8_kv, refuse_method
@@ -42,6 +42,9 @@ _STAY_RAW = re.compile(
 """Projections that are not rounded on the fly: they are small, and answers depend on them most.
 `kv_b_proj` is raw here whatever the checkpoint has."""
 
+NO_FP4_ACTIVATIONS = (
+    "fp4_activations: the checkpoint was not made for activations in four bits; leave it out"
+)
 _SEARCH_S = 10.0
 """Time limit for all projections of a model: a hundred times what any real list takes."""
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -152,10 +155,26 @@ def has_fp8_kv(config: PreTrainedConfig) -> bool:
 
 
 def read_quantization(
-    settings: Mapping[str, Any], names: Container[str], *, has_files: bool
+    settings: Mapping[str, Any],
+    names: Container[str],
+    *,
+    has_files: bool,
+    fp4_activations: bool = False,
 ) -> Quantization:
-    """Returns the forms that `quantization_config` describes. Raises UnsupportedModelError for
-    settings that are not supported."""
+    """Returns the forms that `quantization_config` describes; activations have 16 bits where it
+    has four-bit ones, unless these are asked for. Raises UnsupportedModelError for settings that
+    are not supported."""
     refuse_method(settings)
     groups, is_left = _READERS[settings["quant_method"]](settings)
+    if not fp4_activations:
+        groups = tuple(_keeping_inputs(group) for group in groups)
+    elif not any(isinstance(each.form, Fp4Precision) and each.form.rounds for each in groups):
+        raise ConfigError(NO_FP4_ACTIVATIONS)
     return Quantization(groups, is_left, names, has_files)
+
+
+def _keeping_inputs(group: Group) -> Group:
+    """Returns the group with activations that are not rounded to four bits."""
+    if not isinstance(group.form, Fp4Precision):
+        return group
+    return replace(group, form=replace(group.form, rounds=False))

@@ -89,7 +89,7 @@ def _read_group(name: str, group: Mapping[str, Any], layout: str | None) -> Grou
     elif kind == ("int", 4) and inputs is None:
         form = _int4(name, weights, layout)
     elif kind == ("float", 4) and _are_four_bits(inputs):
-        form = _fp4(name, weights, layout)
+        form = _fp4(name, weights, layout, rounds=inputs is not None)
     else:
         activations = "" if inputs is None else f", {inputs.get('num_bits')}-bit activations"
         raise UnsupportedModelError(
@@ -184,7 +184,9 @@ def _are_four_bits(inputs: Mapping[str, Any] | None) -> bool:
     return inputs is None or (inputs.get("type"), inputs.get("num_bits")) == ("float", 4)
 
 
-def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> LowPrecision:
+def _fp4(
+    name: str, weights: Mapping[str, Any], layout: str | None, *, rounds: bool
+) -> LowPrecision:
     kind = layout, weights.get("strategy"), weights.get("group_size")
     if kind not in _FP4_GROUPS:
         raise UnsupportedModelError(
@@ -196,7 +198,7 @@ def _fp4(name: str, weights: Mapping[str, Any], layout: str | None) -> LowPrecis
         raise UnsupportedModelError(f"{name}.weights: symmetric=False is not for 4-bit floats")
     want_nothing(weights, "dynamic", where=f"{name}.weights")
     _check_order(name, weights)
-    return Fp4Precision(maker="compressed-tensors", group=_FP4_GROUPS[kind])
+    return Fp4Precision(maker="compressed-tensors", group=_FP4_GROUPS[kind], rounds=rounds)
 
 
 def _int4(name: str, weights: Mapping[str, Any], layout: str | None) -> LowPrecision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from milepost.errors import UnsupportedModelError
@@ -36,11 +37,10 @@ _KNOWN_OF_MODELOPT_GROUP = {"weights", "input_activations", "targets"}
 _NVFP4 = Fp4Precision(maker="modelopt")
 _MODELOPT: Mapping[Any, LowPrecision] = {
     "FP8": Fp8Precision(strategy="tensor", is_static=True),
-    "NVFP4": _NVFP4,
+    "NVFP4": replace(_NVFP4, rounds=True),
     "W4A16_NVFP4": _NVFP4,
 }
-"""Maps `quant_algo` to the form. With four-bit weights, activations have 16 bits, whatever the
-checkpoint was made for."""
+"""Maps `quant_algo` to the form that the checkpoint was made for."""
 _CALIBRATION = {
     *("tokenizer", "dataset", "model_seqlen", "max_input_length", "pad_token_id", "batch_size"),
     *("cache_block_outputs", "damp_percent", "damp_auto_increment", "mse", "true_sequential"),
@@ -251,7 +251,7 @@ def _modelopt_form(settings: Mapping[str, Any], where: str) -> LowPrecision:
             f"{', '.join(_MODELOPT)} and MIXED_PRECISION of these; {advice}"
         )
     form = _MODELOPT[algorithm]
-    _check_group_size(settings, where, has_groups=form is _NVFP4)
+    _check_group_size(settings, where, has_groups=isinstance(form, Fp4Precision))
     return form
 
 

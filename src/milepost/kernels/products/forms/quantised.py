@@ -175,9 +175,13 @@ class Fp4(Nibbles):
     """[..., O] float32."""
     num_inputs: int
 
+    @property
+    def lane(self) -> int:
+        return FP4_LANE
+
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weights [..., O, I]."""
-        numbers = widen_e2m1(unpack(self.packed, FP4_LANE))
+        numbers = widen_e2m1(unpack(self.packed, self.lane))
         scales = self.scales.to(torch.float32).repeat_interleave(self.group, -1)
         weights = numbers * scales * self.factors[..., None]
         return weights[..., : self.num_inputs].to(dtype)
@@ -193,7 +197,9 @@ FP4_LANE = 64
 def nth(stack: Quantised, index: int) -> Quantised:
     """Returns one matrix of a stack."""
     values = {each.name: getattr(stack, each.name) for each in fields(stack)}
-    own: dict[str, Any] = {k: v[index] for k, v in values.items() if isinstance(v, Tensor)}
+    own: dict[str, Any] = {
+        k: v[index] for k, v in values.items() if isinstance(v, Tensor) and v.dim()
+    }
     return replace(stack, **own)
 
 

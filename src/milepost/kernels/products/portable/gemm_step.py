@@ -21,7 +21,8 @@ import triton.language as tl
 from milepost.kernels.platform.numerics import decode, decode_as, encode, scale_of
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import Quantised
-from milepost.kernels.products.portable import float4, int4, int8_step
+from milepost.kernels.products.forms.w4a4 import W4A4
+from milepost.kernels.products.portable import float4, int4, int8_step, w4a4_step
 from milepost.kernels.products.portable.weights import (
     columns,
     find_both,
@@ -33,6 +34,8 @@ from milepost.kernels.products.portable.weights import (
 
 def choose(weight: Raw | Quantised) -> Any:
     """Returns the device function that multiplies rows by a weight of this form."""
+    if isinstance(weight, W4A4):
+        return w4a4_step.multiply
     return multiply_raw if isinstance(weight, Raw) else multiply_quantised
 
 

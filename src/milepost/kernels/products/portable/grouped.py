@@ -155,7 +155,9 @@ def _project_kernel(
     # is stored.
     if stride is None:
         o_x = tl.where(is_row, row, first_row).to(tl.int64)
-        p_x = rows + o_x[:, None] * SHAPE.inputs
+        # Two codes of e2m1 share a byte.
+        HAS_CODES: tl.constexpr = SHAPE.group < 0 and SHAPE.is_rounded
+        p_x = rows + o_x[:, None] * (SHAPE.inputs // 2 if HAS_CODES else SHAPE.inputs)
     else:
         o_x = (load_routed(groups.order, row, is_row) // SHAPE.top_k).to(tl.int64)
         p_x = rows + o_x[:, None] * stride

@@ -35,6 +35,7 @@ from milepost.kernels.platform.numerics import (
 from milepost.kernels.platform.tensors import FP8, cdiv, next_power_of_2
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp8, Int4, Int8, Quantised
+from milepost.kernels.products.forms.w4a4 import E2M1_MAX, W4A4
 
 RoundedRows = tuple[Tensor, Tensor | None]
 """Rows with their scales [D, R] if they are rounded, with their sums for four-bit weights, or with
@@ -100,6 +101,8 @@ def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bo
     """Returns rows as a GEMM takes them. Many are rounded, or added up, by a launch here; if they
     `are_few` the GEMM does so itself, which costs less than a launch."""
     rows = as_activations(rows)
+    if isinstance(weight, W4A4):
+        return _round_e2m1(values_of(rows), weight)
     sums = weight.order.is_fixed or not are_few
     if sums and isinstance(weight, Int4) and weight.group >= FP4_LANE:
         values = values_of(rows)
@@ -209,3 +212,79 @@ def _sum_kernel(rows, sums, num_rows, stride, DEPTH: tl.constexpr, ROWS: tl.cons
     p_x = rows + o_m.to(tl.int64)[:, None] * stride + i_d * DEPTH + tl.arange(0, DEPTH)[None, :]
     b_x = tl.load(p_x, mask=is_row[:, None], other=0.0)
     tl.store(sums + i_d * num_rows + o_m, tl.sum(b_x.to(tl.float32), 1), mask=is_row)
+
+
+_E2M1_LARGEST = tl.constexpr(E2M1_MAX)
+_E2M1_GROUPS = 64
+"""Groups that a program rounds."""
+
+
+def _round_e2m1(rows: Tensor, weight: W4A4) -> tuple[Tensor, Tensor]:
+    """Rounds `rows` [R, I] as `forms.w4a4.pack_rows` does: codes [R, I / 2] and scales [G, R]."""
+    (num_rows, num_inputs), group = rows.shape, weight.group
+    count = num_inputs // group
+    codes = rows.new_empty(num_rows, num_inputs // 2, dtype=torch.uint8)
+    scales = rows.new_empty(count, num_rows, dtype=torch.uint8)
+    _round_e2m1_kernel[(num_rows, cdiv(count, _E2M1_GROUPS))](
+        rows,
+        codes,
+        scales,
+        weight.input_factor,
+        rows.stride(0),
+        num_rows,
+        COUNT=count,
+        GROUP=group,
+        GROUPS=_E2M1_GROUPS,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+    return codes, scales
+
+
+@quick
+@triton.jit(do_not_specialize=("num_rows",))
+def _round_e2m1_kernel(
+    rows,
+    codes,
+    scales,
+    factor,
+    stride,
+    num_rows,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    launch_dependents()
+    wait_for_inputs()
+    i_row = tl.program_id(0).to(tl.int64)
+    o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    is_group, column = o_g < COUNT, o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    b_x = tl.load(rows + i_row * stride + column, mask=is_group[:, None], other=0.0).to(tl.float32)
+    # As integers, sizes have the order that they have as floats, and NaN is the largest.
+    size = tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = size.to(tl.float32, bitcast=True)
+    is_nan = size > 0x7F800000
+    if GROUP == 16:
+        b_factor = tl.load(factor)
+        bits = encode(largest / (_E2M1_LARGEST * b_factor), False)
+        bits = tl.where(is_nan, 127, bits).to(tl.uint8)
+        scale = decode(bits, False).to(tl.float32) * (256.0 * b_factor)
+        inverse = 1.0 / tl.where(scale > 0, scale, float("inf"))
+    else:
+        exponent = tl.maximum(((size + (1 << 21)) >> 23) - 2, 1)
+        bits = tl.where(is_nan, 255, exponent).to(tl.uint8)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    b_q = _encode_e2m1(b_x * tl.where(is_nan, 0.0, inverse)[:, None])
+    low, high = tl.split(tl.reshape(b_q, [GROUPS, GROUP // 2, 2]))
+    target = codes + i_row * (COUNT * GROUP // 2) + o_g[:, None] * (GROUP // 2)
+    tl.store(target + tl.arange(0, GROUP // 2)[None, :], low | (high << 4), is_group[:, None])
+    tl.store(scales + o_g.to(tl.int64) * num_rows + i_row, bits, is_group)
+
+
+@triton.jit
+def _encode_e2m1(x):
+    """Rounds float32 to codes of e2m1, ties to even, as `forms.w4a4.encode_e2m1` does."""
+    size, sign = tl.abs(x), (x.to(tl.int32, bitcast=True) >> 28) & 8
+    codes = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    codes += (size > 2.5).to(tl.int32) + (size >= 3.5) + (size > 5.0)
+    return (codes | sign).to(tl.uint8)

@@ -1,5 +1,4 @@
-"""How products are cut up on any chip, dense ones and experts': the tiles of the kernels here.
-Needs no Triton.
+"""How products and experts are cut up on any chip: tiles of the portable kernels. Needs no Triton.
 
 The time of few rows is that of reading the weight once. A weight with few outputs is also cut along
 its inputs, so that every SM reads some of it.
@@ -15,7 +14,8 @@ import torch
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.products.expert_table import SEARCHED
 from milepost.kernels.products.forms import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, FourBits, Fp8, Int4, Int8
+from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.forms.w4a4 import W4A4
 
 if TYPE_CHECKING:
     from milepost.kernels.products.run import RoutedRows
@@ -144,7 +144,6 @@ OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_
 """Tiles on sm_100, where a step's products are read from tensor memory to be scaled: each thread
 spills 650 to 1,200 bytes with the other tiles, and none with these."""
 
-
 _EIGHT, _SIXTEEN, _THIRTY_TWO = _tiles(8, 128, 8), _tiles(16, 128, 8), _tiles(32, 64, 4)
 _SIXTY_FOUR, _SIXTY_FOUR_SPLIT = _tiles(64, 64, 4, 3), _tiles(64, 128, 8, 3)
 """Tiles of four-bit weights, by their number of rows; the last ones are for split-K."""
@@ -163,7 +162,7 @@ _FEW_EACH = 6
 
 def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:
     """Returns the tiles of a quantised GEMM with this many rows."""
-    if weight.form in (Fp8, Int8):
+    if weight.form in (Fp8, Int8, W4A4):
         is_split = weight.form is Fp8 and weight.num_outputs <= _SPLIT_OUTPUTS
         more = _SIXTY_FOUR_SPLIT if is_split and chip.has_wide_mma else MORE
         return next((each for each in (FEW, SOME, more) if num_rows <= each.block_m), MANY)
@@ -204,9 +203,9 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Returns the tiles of quantised weights for any number of rows."""
     weight, num_rows = product.weight, product.num_rows
     tiles, split_k = choose_gemm(num_rows, weight, chip), 1
-    if chip.capability[0] == 10:
+    if chip.capability[0] == 10 and weight.form is not W4A4:
         tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
-    tiles = tiles.fitted(chip, num_bytes=1 if weight.form is Int8 else 2)
+    tiles = tiles.fitted(chip, num_bytes=1 if weight.form in (Int8, W4A4) else 2)
     has_parts = product.epilogue is Epilogue.PARTIALS and not product.is_whole
     if num_rows <= MORE.block_m and has_parts:
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
@@ -286,14 +285,16 @@ def _dividing(tiles: Tiles, num_inputs: int) -> Tiles:
 def _choose_quantised(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Returns tiles with the weight as the left operand."""
     chip, down = routed.chip, Matrix.of(routed.down)
-    if isinstance(routed.down, FourBits):
+    if down.form in (Int4, Fp4):
         up_tiles, down_tiles = choose_experts(routed.rows_each, down, chip)
         return up_tiles.fitted(chip, num_weights=1 + routed.is_gated), down_tiles.fitted(chip)
+    if down.form is W4A4:  # 128 outputs at a time; sums of gates and ups of 128 rows find no room
+        wide = choose_gemm(min(routed.rows_each, MORE.block_m), down, chip)
+        return (wide.fitted(chip, num_weights=2, num_bytes=1),) * 2
     wide = choose_gemm(routed.rows_each, down, chip)
-    wide = wide.fitted(chip, num_bytes=1 if isinstance(routed.down, Int8) else 2)
-    wide = replace(wide, is_swapped=True)
-    # Gate and up projection have a sum each: with wide tiles more than there are registers. Few
-    # rows are read 5 % faster by twice as many warps.
+    wide = wide.fitted(chip, num_bytes=1 if down.form is Int8 else 2)
+    # Gates and ups have a sum each, in wide tiles too many for the registers. Few rows are read 5 %
+    # faster by twice as many warps.
     is_few = wide.block_m == FEW.block_m and isinstance(routed.down, Fp8) and chip.has_wide_mma
     num_warps = 8 if is_few or wide.block_m == MANY.block_m else 4
     return replace(wide, block_n=64, num_warps=num_warps), wide

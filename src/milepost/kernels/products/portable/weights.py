@@ -26,6 +26,7 @@ from milepost.kernels.products.forms.quantised import (
     Int8,
     Quantised,
 )
+from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.kernels.products.portable.rounding import readable
 
 
@@ -37,7 +38,7 @@ class WeightTensors(NamedTuple):
     zeros: Any = None
     """Zero points of Int4, or factors of e2m1 rows."""
     input_scales: Any = None
-    """Scales of all activations, if the checkpoint has them."""
+    """Scales of all activations, if the checkpoint has them, or their factor."""
 
     @staticmethod
     def of(weight: Raw | Quantised, chip: Chip) -> WeightTensors:
@@ -46,7 +47,9 @@ class WeightTensors(NamedTuple):
         if isinstance(weight, Int4):
             return WeightTensors(weight.packed, weight.scales, weight.zeros)
         if isinstance(weight, Fp4):
-            return WeightTensors(weight.packed, weight.scales.view(torch.uint8), weight.factors)
+            inputs = weight.input_factor if isinstance(weight, W4A4) else None
+            scales = weight.scales.view(torch.uint8)
+            return WeightTensors(weight.packed, scales, weight.factors, inputs)
         values = weight.values if isinstance(weight, Int8) else readable(weight.values, chip)
         return WeightTensors(values, weight.scales, None, weight.input_scale)
 
