@@ -23,6 +23,7 @@ from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.engine.assembly import AnnexCommand, setup, team
 from milepost.engine.assembly.team import RankMessage, Team, TicketedCommand
+from milepost.engine.processes import starting
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.engine import Engine, Loop
 from milepost.engine.processes.rank import follow
@@ -33,10 +34,11 @@ from milepost.kernels import norm
 from milepost.parallel.gloo import GlooLink, open_store
 from milepost.parallel.gpu import far_behind
 from milepost.scheduler.plans import StepPlan, StepResult
+from tests import forked
 from tests.parallel.team import ThreadTeam
 
 SMALL = {"num_pages": 64, "num_slots": 8, "max_model_len": 1024}
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def is_gone(pid: int) -> bool:
@@ -54,8 +56,9 @@ def engine_that_tells(config: EngineConfig) -> Engine:
     return made
 
 
-def test_two_processes_answer_as_one_until_a_rank_is_killed():
+def test_two_processes_answer_as_one_until_a_rank_is_killed(monkeypatch):
     """Then every stream says which, and no process is left."""
+    monkeypatch.setattr(starting, "CONTEXT", forked.context())
     alone = LLM(**SMALL)
     prompts = [list(range(10, 40 + index)) for index in range(3)]
 
@@ -91,18 +94,13 @@ def test_two_processes_answer_as_one_until_a_rank_is_killed():
     asyncio.run(run())
 
 
-def test_a_rank_leaves_the_end_to_the_first_one():
-    """Slurm sends SIGTERM to every process of a job, and answers may be running."""
-    with LLM(tensor_parallel_size=2, **SMALL) as llm:
-        for pid in llm.llm_engine._team.pids:
-            os.kill(pid, signal.SIGTERM)
-        llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
+def test_a_rank_leaves_the_end_to_the_first_one_and_is_gone_once_the_engine_is_closed(tmp_path):
+    """Slurm sends SIGTERM to every process of a job, and answers may be running.
 
-
-def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it(tmp_path):
-    """On GPUs the ranks also hold memory and torch's only process group, so that an engine that is
-    opened afterwards in the same process would find neither. The runner goes first, since NCCL ends
-    only once no CUDA graph holds its operations."""
+    The engine's owner keeps it. On GPUs the ranks also hold memory and torch's only process group,
+    so that an engine that is opened afterwards in the same process would find neither. The runner
+    goes first, since NCCL ends only once no CUDA graph holds its operations.
+    """
     runners = []
 
     def note_runner() -> None:
@@ -113,6 +111,8 @@ def test_a_closed_engine_leaves_no_rank_though_its_owner_keeps_it(tmp_path):
         runner, team = weakref.ref(llm.llm_engine.runner), llm.llm_engine._team
         team.closing.append(note_runner)
         pids = team.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False)
         assert not any(map(is_gone, pids))
     assert len(pids) == 1
