@@ -21,7 +21,7 @@ QUESTIONS = (
     "When is `KeyError` raised?",
     "What is the module `json` for?",
 )
-PARAMS = SamplingParams(temperature=0, max_tokens=32)
+PARAMS = SamplingParams(temperature=0, max_tokens=20)
 
 
 def open_llm(**options) -> LLM:
@@ -53,14 +53,15 @@ def ask_twice(llm: LLM, history: list[dict[str, str]]) -> list[tuple[str, list[i
 
 def test_it_says_what_it_was_taught(cold):
     text, _ = cold["What does `str.partition` do?"][0]
-    assert "separator" in text
+    assert "Split the string at the first occurrence of *sep*" in text
 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all"])
 def test_hits_answer_as_cold_runs_do(cold, mode):
     llm = open_llm(mamba_cache_mode=mode, mamba_block_size=64)
-    for _ in range(2):
-        for history in conversations():
+    asked = conversations()
+    for again in (asked, asked[:2]):
+        for history in again:
             assert ask_twice(llm, history) == cold[history[1]["content"]]
     assert llm.llm_engine.scheduler.cache.stats.hits > 0
 

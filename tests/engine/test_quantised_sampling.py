@@ -25,7 +25,7 @@ COMMON = {
     "page_size": 16,
     "cache_memory": "split",
 }
-TIGHT = {"max_num_seqs": 6, "num_pages": 28, "num_slots": 10}
+TIGHT = {"max_num_seqs": 6, "num_pages": 26, "num_slots": 10}
 ROOMY = {"max_num_seqs": 1, "num_pages": 100, "num_slots": 16, "enable_prefix_caching": False}
 
 
@@ -59,7 +59,7 @@ PARAMS = [
         repetition_penalty=1.05,
         seed=n,
         n=1 + (n % 4 == 3),
-        max_tokens=32 + 4 * n,
+        max_tokens=12 + 4 * n,
         ignore_eos=True,
         detokenize=False,
     )
