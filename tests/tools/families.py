@@ -1,7 +1,7 @@
 """Run by test_families_compile in a process of its own, for kernels to be compiled rather than
-interpreted: prints which kernels of a family's engine a chip's compiler refuses.
+interpreted: prints which kernels of families' engines a chip's compiler refuses.
 
-    python families.py FAMILY CHIP DTYPE [part of a kernel's name]
+    python families.py CHIP DTYPE FAMILY[:part of a kernel's name] ...
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "compile_matrix"))
 
-from chips import CHIPS, pretend
+from chips import CHIPS, Chip, pretend
 from compiling import compile_launch
 from record import Case, record
 
@@ -24,8 +25,7 @@ from tests.engines import save_tiny
 from tests.gpu.test_families import COMMON, FAMILIES
 
 
-def main(family: str, arch: str, dtype: str, part: str = "") -> None:
-    chip = CHIPS[arch]
+def compiled(family: str, chip: Chip, dtype: str, part: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(Path(folder), family, getattr(torch, dtype), **(COMMON | FAMILIES[family]))
         with pretend(chip):
@@ -34,7 +34,15 @@ def main(family: str, arch: str, dtype: str, part: str = "") -> None:
             problems = [(each.name, compile_launch(each, chip).complaint(chip)) for each in chosen]
     refused = {name: problem for name, problem in problems if problem}
     kernels = sorted({name for name, _ in problems})
-    print(json.dumps({"kernels": kernels, "refused": refused}))
+    return {"kernels": kernels, "refused": refused}
+
+
+def main(arch: str, dtype: str, *asked: str) -> None:
+    found = {}
+    for each in asked:
+        family, _, part = each.partition(":")
+        found[family] = compiled(family, CHIPS[arch], dtype, part)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
