@@ -73,10 +73,7 @@ def test_multiply_gated(sizes: tuple[int, int], num_tokens: int, dtype: torch.dt
     weight = torch.randn(2 * num_outputs, num_inputs, generator=random, device="cuda", dtype=dtype)
     weight *= num_inputs**-0.5
     gate, up = F.linear(hidden.double(), weight.double()).chunk(2, -1)
-    how = {"epilogue": Epilogue.GATED}
-    output = products.multiply(hidden, Raw(values=weight), **how)
+    output = products.multiply_gated(hidden, Raw(values=weight))
     assert output.dtype == dtype
     assert relative_error(output, F.silu(gate) * up) < TOLERANCES[dtype]
-    assert torch.equal(
-        output, products.multiply(hidden, Raw(values=weight), epilogue=Epilogue.GATED)
-    )
+    assert torch.equal(output, products.multiply_gated(hidden, Raw(values=weight)))

@@ -78,7 +78,7 @@ def test_a_chain_of_layers(num_tokens: int) -> None:
             outputs += [hidden, wide, active, mixed, normed, shares, experts, delta]
             hidden, normed = norm.add_norm(hidden, delta, scale, 1e-6)
             pause()
-            active = products.multiply(normed, Raw(values=widen), epilogue=Epilogue.GATED)
+            active = products.multiply_gated(normed, Raw(values=widen))
             pause()
             delta = products.multiply(active, Raw(values=narrow), epilogue=Epilogue.PARTIALS)
             pause()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from milepost.kernels import products
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.products import Epilogue, Form, Raw
+from milepost.kernels.products import Form, Raw
 from milepost.kernels.products.experts_reference import Scores
 from milepost.kernels.products.forms import pack
 from tests.kernels.quantised_cases import make_fp4, make_fp8, make_int4, make_int8
@@ -53,13 +53,13 @@ def make_rows(dtype: torch.dtype, num_inputs: int = NUM_INPUTS) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.GATED], ids=str)
+@pytest.mark.parametrize("operation", [products.multiply, products.multiply_gated])
 @pytest.mark.parametrize("form", FORMS)
-def test_products(form: str, epilogue: Epilogue, dtype: torch.dtype) -> None:
+def test_products(form: str, operation: Callable[..., object], dtype: torch.dtype) -> None:
     weight = make(form, dtype, 128, NUM_INPUTS)
 
     def multiply(rows: Tensor) -> Tensor:
-        product = products.multiply(rows, weight, epilogue=epilogue)
+        product = operation(rows, weight)
         assert isinstance(product, Tensor)
         return product
 

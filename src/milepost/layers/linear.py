@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,59 +126,36 @@ class Linear(nn.Module):
         """The form of each of its weights."""
         return [weight.form for weight in self.weights]
 
-    @overload
-    def multiply(
-        self,
-        rows: Inputs,
-        *,
-        epilogue: Epilogue = ...,
-        emit: Literal[Emit.VALUES] = ...,
-        launch_dependents: bool = ...,
-        order: SumOrder = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def multiply(
-        self,
-        rows: Inputs,
-        *,
-        epilogue: Epilogue = ...,
-        emit: Emit,
-        launch_dependents: bool = ...,
-        order: SumOrder = ...,
-    ) -> Inputs: ...
-
     def multiply(
         self,
         rows: Inputs,
         *,
         epilogue: Epilogue = Epilogue.NONE,
-        emit: Emit = Emit.VALUES,
         launch_dependents: bool = True,
         order: SumOrder = SumOrder.FREE,
-    ) -> Inputs:
+    ) -> Tensor:
         """Multiplies `rows` [T, I] by the projection and applies the epilogue: see
         `products.multiply`. A projection with several matrices returns whole outputs, not
         partials."""
         form = self.form
+        how: dict[str, Any] = {"launch_dependents": launch_dependents, "order": order}
         if form is not None and self._made_of(rows) is None:
-            return products.multiply(
-                rows,
-                form,
-                self._bias,
-                epilogue=epilogue,
-                emit=emit,
-                launch_dependents=launch_dependents,
-                order=order,
-            )
-        output = self._multiply_apart(rows, launch_dependents=launch_dependents, order=order)
-        if epilogue is not Epilogue.GATED:
-            return output
-        return products.gate(output, emit, order=self.scope.order)
+            return products.multiply(rows, form, self._bias, epilogue=epilogue, **how)
+        return self._multiply_apart(rows, **how)
 
     __call__ = multiply
     """Bypasses `nn.Module.__call__`: there are no hooks to run, and it costs as much as a small
     operation."""
+
+    def multiply_gated(
+        self, rows: Inputs, *, emit: Emit = Emit.VALUES, order: SumOrder = SumOrder.FREE
+    ) -> Inputs:
+        """Multiplies `rows` [T, I] by the projection of gates and ups: see
+        `products.multiply_gated`."""
+        form = self.form
+        if form is not None and self._made_of(rows) is None:
+            return products.multiply_gated(rows, form, self._bias, emit=emit, order=order)
+        return products.gate(self._multiply_apart(rows, order=order), emit, order=self.scope.order)
 
     def _multiply_apart(self, rows: Inputs, **how: Any) -> Tensor:
         """Multiplies by one matrix after another, skipping the product that came with the rows."""

@@ -63,6 +63,6 @@ class MLP(nn.Module):
 
     def _units(self, rows: Inputs, *, order: SumOrder) -> Inputs:
         if self.is_gated and not self.limit:
-            return self.up(rows, epilogue=Epilogue.GATED, emit=self.down.reads, order=order)
+            return self.up.multiply_gated(rows, emit=self.down.reads, order=order)
         units = self.up(rows, order=order)
         return norm.silu_mul(units, self.limit) if self.is_gated else norm.relu_squared(units)

@@ -10,7 +10,7 @@ experts of a token.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ __all__ = [
     "mix",
     "multiply",
     "multiply_beside",
+    "multiply_gated",
     "multiply_heads",
     "norms_too",
     "reads",
@@ -67,64 +68,45 @@ def reads(weight: Form) -> Emit:
     return Emit.FP8 if rounds else Emit.VALUES
 
 
-@overload
-def multiply(
-    rows: Inputs,
-    weight: Form,
-    bias: Tensor | None = ...,
-    *,
-    epilogue: Epilogue = ...,
-    emit: Literal[Emit.VALUES] = ...,
-    into: Tensor | None = ...,
-    launch_dependents: bool = ...,
-    order: SumOrder = ...,
-) -> Tensor: ...
-
-
-@overload
-def multiply(
-    rows: Inputs,
-    weight: Form,
-    bias: Tensor | None = ...,
-    *,
-    epilogue: Epilogue = ...,
-    emit: Emit,
-    into: Tensor | None = ...,
-    launch_dependents: bool = ...,
-    order: SumOrder = ...,
-) -> Inputs: ...
-
-
 def multiply(
     rows: Inputs,
     weight: Form,
     bias: Tensor | None = None,
     *,
     epilogue: Epilogue = Epilogue.NONE,
-    emit: Emit = Emit.VALUES,
     into: Tensor | None = None,
     launch_dependents: bool = True,
     order: SumOrder = SumOrder.FREE,
-) -> Inputs:
+) -> Tensor:
     """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
     epilogue.
 
-    Gated outputs are emitted as `emit` asks; all others are tensors. Without an epilogue the
-    product may be written `into` a tensor [T, O], whose rows may lie apart. On a GPU the next
-    kernel may start early unless `launch_dependents` is False. Terms are added in `order`, or in
-    the weight's own if that is stricter.
+    Without an epilogue the product may be written `into` a tensor [T, O], whose rows may lie apart.
+    On a GPU the next kernel may start early unless `launch_dependents` is False. Terms are added in
+    `order`, or in the weight's own if that is stricter.
     """
     assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
-    given = Multiplication(
-        as_activations(rows), weight, bias, epilogue, into, None, launch_dependents, order
-    )
-    if epilogue is Epilogue.GATED:
-        gated = run_product(given) if _runs_kernels(given) else None
+    assert epilogue is not Epilogue.GATED, "`multiply_gated` gates"
+    given = as_activations(rows), weight, bias, epilogue, into, None, launch_dependents, order
+    return _multiply(Multiplication(*given))
+
+
+def multiply_gated(
+    rows: Inputs,
+    weight: Form,
+    bias: Tensor | None = None,
+    *,
+    emit: Emit = Emit.VALUES,
+    order: SumOrder = SumOrder.FREE,
+) -> Inputs:
+    """Multiplies as `multiply` does, and returns SiLU of the first half of the outputs times the
+    second half, [T, O / 2], as `emit` asks."""
+    whole = Multiplication(as_activations(rows), weight, bias, order=order)
+    if _runs_kernels(whole):
+        gated = run_product(whole._replace(epilogue=Epilogue.GATED))
         if gated is not None:
             return gated
-        product = _multiply(given._replace(epilogue=Epilogue.NONE))
-        return gate(product, emit, order=weight.order)
-    return _multiply(given)
+    return gate(_multiply(whole), emit, order=weight.order)
 
 
 def _multiply(given: Multiplication) -> Tensor:
