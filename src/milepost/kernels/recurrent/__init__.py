@@ -7,8 +7,8 @@ table        small weights of a layer, what its projections hand over, and which
              decodes, verifies and prefills
 fused        a step by the kernels that the table names
 structures   the arguments of the kernels, grouped
-rules        what differs between the mixers, as functions of the device
-portable     kernels in Triton, for any chip
+portable     kernels in Triton, for any chip; what differs between the mixers in steps that decode
+             is a rule of five device functions, in `gated_delta` (KDA too) and `mamba2`
 hopper       kernels in Gluon
 reference    the definition, in plain torch, on any device
 

@@ -27,12 +27,10 @@ from milepost.kernels.layout.chunks import ChunkLayout
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.recurrent import DecodeLayout, VerifyLayout
-from milepost.kernels.recurrent.portable import mamba2
+from milepost.kernels.recurrent.portable import gated_delta, mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
 from milepost.kernels.recurrent.portable.intra import intra
 from milepost.kernels.recurrent.portable.wy import wy_fwd
-from milepost.kernels.recurrent.rules import gated_delta
-from milepost.kernels.recurrent.rules import mamba2 as mamba2_rule
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     LayerStates,
@@ -85,7 +83,7 @@ def mix(
 _RULES: dict[type[Weights], Callable[..., Mixer]] = {
     GatedDeltaWeights: gated_delta.describe_gated_delta,
     KDAWeights: gated_delta.describe_kda,
-    Mamba2Weights: mamba2_rule.describe,
+    Mamba2Weights: mamba2.describe,
 }
 
 

@@ -1,5 +1,5 @@
-"""SSD in two launches: states from chunk to chunk, and what is read from these and from the chunks'
-own tokens.
+"""SSD in three launches: time steps and decays; states from chunk to chunk; and what is read from
+these and from the chunks' own tokens.
 
 Legend: T tokens, N chunks, C tokens in a chunk, H heads, P head_dim, G groups, S state_size; I = H
 * P and WIDTH = I + 2 * G * S channels.
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import LOG2_E, softplus
 from milepost.kernels.recurrent.portable.chunk_h import export_state, load_state, store_state
 from milepost.kernels.recurrent.structures import Mixer, MixerSizes, PrefillChunks, SlotStates
 
+_HEADS = 8
+"""Heads of a program that computes time steps."""
 _ROWS = 64
 """Tokens of a program that makes outputs, and the widest tiles in float32."""
 _MOST_HEADS = 8
@@ -43,6 +46,21 @@ class SSDTensors(NamedTuple):
     """[N, H], of whole chunks."""
     h: Any
     """[N, H, P, S], the states before chunks."""
+
+
+def discretise(mixer: Mixer, mixed: Tensor, chunks: PrefillChunks, chunk: int) -> SSDTensors:
+    """Returns the prefill's tensors: time steps and decays are filled, states are not."""
+    sizes, num_chunks = mixer.sizes, len(chunks.size)
+    of_tokens = mixed.new_empty(3, sizes.heads, len(mixed), dtype=torch.float32)
+    decays = mixed.new_empty(num_chunks, sizes.heads, dtype=torch.float32)
+    h = mixed.new_empty(num_chunks, sizes.heads, sizes.own, sizes.shared)
+    steps, sums, to_end = of_tokens.unbind()
+    tensors = SSDTensors(mixed, steps, sums, to_end, decays, h)
+    operands = mixer.inputs.strengths, len(mixed), mixer.weights, chunks, tensors
+    options = {"num_warps": 4, **OVERLAPPED}
+    grid = triton.cdiv(sizes.heads, _HEADS), num_chunks
+    _discretise_kernel[grid](*operands, SIZES=sizes, C=chunk, BLOCK=_HEADS, **options)
+    return tensors
 
 
 def chunk_fwd_h(
@@ -78,6 +96,52 @@ def _choose_heads(sizes: MixerSizes, num_tiles: int, num_sms: int) -> int:
     while sizes.group % each or (each > 1 and sizes.heads // each * num_tiles < 2 * num_sms):
         each //= 2
     return each
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
+def _discretise_kernel(
+    inputs,
+    num_tokens,
+    weights,
+    chunks,
+    tensors,
+    SIZES: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes time steps and log2 decays of some heads of a chunk."""
+    launch_dependents()
+    i_t = tl.program_id(1)
+    size = tl.load(chunks.size + i_t)
+    wait_for_inputs()
+    if size <= 0:
+        return
+    token = tl.load(chunks.begin + i_t).to(tl.int64) + tl.arange(0, C)
+    head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_head = head < SIZES.heads
+    is_real = (tl.arange(0, C) < size)[:, None] & is_head[None, :]
+    b_in = tl.load(inputs.base + token[:, None] * inputs.stride + head[None, :], is_real, 0)
+    bias = tl.load(weights.dt_bias + head, is_head, 0)[None, :]
+    b_steps = tl.where(is_real, time_step(b_in, bias, weights.dt_low, weights.dt_high), 0)
+    b_rate = tl.load(weights.rate + head, is_head, 0) * LOG2_E
+    b_sums = tl.cumsum(b_steps * b_rate[None, :], 0)
+    at = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
+    tl.store(tensors.steps + at, b_steps, is_real)
+    tl.store(tensors.sums + at, b_sums, is_real)
+    # Tokens past the chunk's end decay nothing.
+    total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], b_sums, 0), 0)
+    tl.store(tensors.to_end + at, b_steps * tl.exp2(total[None, :] - b_sums), is_real)
+    tl.store(tensors.decays + i_t * SIZES.heads + head, tl.exp2(total), is_head)
+
+
+@triton.jit
+def time_step(inputs, bias, low, high):
+    """Returns softplus(inputs + bias) within bounds, float32; NaN stays NaN."""
+    wide = tl.maximum(
+        softplus(inputs.to(tl.float32) + bias), low, propagate_nan=tl.PropagateNan.ALL
+    )
+    return tl.minimum(wide, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @quick
