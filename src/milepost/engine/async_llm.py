@@ -9,16 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from milepost.config import EngineConfig
-from milepost.engine.media import (
-    Given,
-    Media,
-    MediaRules,
-    Preparer,
-    check_media,
-    facts_for,
-    images_in,
-    images_of,
-)
+from milepost.engine.media import Given, Media, Preparer, images_in, images_of
 from milepost.engine.metrics import Metric
 from milepost.engine.options import (
     CHAT_OPTIONS,
@@ -186,15 +177,9 @@ class AsyncLLM:
     async def _prepared(self, images: Sequence[Given], sizes: Any) -> Media | None:
         """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
         are none. Raises InvalidRequestError."""
-        facts = facts_for(self._client.info.images, sizes)
-        check_media(images, facts, self._client.limits.max_images)
-        if not images:
-            return None
-        assert facts is not None, "images are refused without a tower"
         if self._preparer is None:
-            most = self._client.limits.max_model_len
-            self._preparer = Preparer(MediaRules.of(self.config), most)
-        return Media(facts, await self._preparer.prepare(images, facts))
+            self._preparer = Preparer.of(self._client)
+        return await self._preparer.prepare(images, sizes)
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:
         encoder, given = await self._encoder.get(), compose_options(options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import milepost
 from milepost.engine.constraints import FormChecks, think_ids
-from milepost.engine.media import images_of
+from milepost.engine.media import Preparer, images_of
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import Encoder, chat, special_texts, text_length, with_overrides
@@ -32,7 +32,6 @@ from milepost.sampling_params import SamplingParams
 from milepost.server.bodies import LargeWork, size_of
 from milepost.server.config import ServerConfig, read_object
 from milepost.server.errors import TOO_LONG, HttpError
-from milepost.server.images import ChatImages, put_in
 from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import check_template_kwargs, for_template, variables_of
 from milepost.server.metrics import RequestMetrics
@@ -94,7 +93,7 @@ class Service:
         self.counts_thinking = None not in think_ids(tokenizer)
         """Whether the engine can count the tokens of this model's reasoning."""
         self._token_bytes: TokenBytes | None = None
-        self._images = ChatImages(client)
+        self._images = Preparer.of(client)
         self.large = LargeWork()
         self.is_closing = False
         self.is_asleep = False
@@ -197,7 +196,7 @@ class Service:
             options["image_texts"] = [] if media is None else media.texts
             size = await self.large.run(lambda: text_length([told, tools, documents]), size)
             rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
-            return rendered if media is None else put_in(rendered, media)
+            return rendered if media is None else media.put_in_chat(rendered)
 
     async def token_bytes(self) -> TokenBytes:
         """Returns the bytes of the vocabulary, read at the first call. Raises as

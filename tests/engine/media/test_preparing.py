@@ -21,11 +21,15 @@ SETTINGS = ImageSettings(patch_size=4, min_pixels=64, max_pixels=4096)
 FACTS = ImageFacts(settings=SETTINGS, token_id=1, text="")
 
 
+def preparer_of(facts=FACTS, max_tokens=1000):
+    return Preparer(facts, MediaRules(), max_images=99, max_tokens=max_tokens)
+
+
 def prepared(*sources, max_tokens=1000, facts=FACTS):
     async def main():
-        preparer = Preparer(MediaRules(), max_tokens)
+        preparer = preparer_of(facts, max_tokens)
         try:
-            return await preparer.prepare([Given(source) for source in sources], facts)
+            return (await preparer.prepare([Given(source) for source in sources])).found
         finally:
             await preparer.close()
 
@@ -77,12 +81,12 @@ def test_tiles_come_with_their_labels_and_all_their_tokens():
 )
 def test_hostile_files_are_refused_and_others_are_served(source, message):
     async def main():
-        preparer = Preparer(MediaRules(), 1000)
+        preparer = preparer_of()
         try:
             for _ in range(3):
                 with pytest.raises(InvalidPromptError, match=message):
-                    await preparer.prepare([Given(source)], FACTS)
-            return await preparer.prepare([Given(data_url(image(8, 8)))], FACTS)
+                    await preparer.prepare([Given(source)])
+            return (await preparer.prepare([Given(data_url(image(8, 8)))])).found
         finally:
             await preparer.close()
 
@@ -100,15 +104,15 @@ def test_more_images_than_a_prompt_can_have_are_refused():
 
 def test_a_caller_that_leaves_ends_the_work():
     async def main():
-        preparer = Preparer(MediaRules(), 10**6)
+        preparer = preparer_of(max_tokens=10**6)
         images = [Given(data_url(image(8, 8, seed))) for seed in range(20)]
-        task = asyncio.create_task(preparer.prepare(images, FACTS))
+        task = asyncio.create_task(preparer.prepare(images))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         try:
-            return len(await preparer.prepare(images[:2], FACTS))
+            return len((await preparer.prepare(images[:2])).found)
         finally:
             await preparer.close()
 
@@ -129,9 +133,9 @@ def test_a_video_file_is_decoded_in_a_process(tmp_path):
     facts, data = msgspec.structs.replace(FACTS, video=video), path.read_bytes()
 
     async def main(data):
-        preparer = Preparer(MediaRules(), 1000)
+        preparer = preparer_of(facts)
         try:
-            return await preparer.prepare([Given(data, is_video=True)], facts)
+            return (await preparer.prepare([Given(data, is_video=True)])).found
         finally:
             await preparer.close()
 

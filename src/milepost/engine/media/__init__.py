@@ -2,20 +2,18 @@
 
 what a model takes               facts
 what a request asks of that      requested
-from URLs to bytes               urls, addresses, fetching
-from bytes to pixels, apart      prepared, process, preparing, kept
-into the prompt's tokens         given, filling, expanding
-all of it in one process         here
+from URLs to bytes               urls, fetching
+from bytes to pixels             prepared, process, preparing, kept
+into the prompt's tokens         given, filling
 """
 
 from __future__ import annotations
 
 from milepost.engine.media.facts import ImageFacts, TileFacts, VideoFacts
-from milepost.engine.media.filling import Media, check_media
+from milepost.engine.media.filling import Media
 from milepost.engine.media.given import Given, images_in, images_of
-from milepost.engine.media.here import Embedded
 from milepost.engine.media.kept import KeptImages
-from milepost.engine.media.preparing import Preparer
+from milepost.engine.media.preparing import Embedded, Preparer
 from milepost.engine.media.requested import facts_for
 from milepost.engine.media.urls import MediaRules
 
@@ -29,7 +27,6 @@ __all__ = [
     "Preparer",
     "TileFacts",
     "VideoFacts",
-    "check_media",
     "facts_for",
     "images_in",
     "images_of",

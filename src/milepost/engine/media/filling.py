@@ -3,16 +3,17 @@ tokens. Pure.
 
 A chat template writes one text for each image. For a video it would not know the times of the
 frames, so their texts are made here, and stand where the template's would. In a plain prompt they
-replace what a template writes for a video.
+replace what a template writes for a video. One token stands for each image, and is repeated as
+often as the image has tokens; so is one for each group of frames of a video.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from milepost.engine.media.expanding import Expansion, expand, expanded
 from milepost.engine.media.facts import ImageFacts, VideoFacts
 from milepost.engine.media.given import Given
 from milepost.engine.media.prepared import (
@@ -21,17 +22,32 @@ from milepost.engine.media.prepared import (
     PreparedTiles,
     PreparedVideo,
 )
+from milepost.engine.media.requested import facts_for
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidPromptError
+from milepost.pictures import Picture
+from milepost.runner.recording import PictureRecord
+
+if TYPE_CHECKING:
+    from milepost.engine.text import ChatPrompt
 
 
-def check_media(given: Sequence[Given], facts: ImageFacts | None, max_images: int) -> None:
-    """Raises InvalidPromptError for more images or videos than a prompt may have."""
+def facts_to_prepare(
+    facts: ImageFacts | None, given: Sequence[Given], kwargs: object, max_images: int
+) -> ImageFacts | None:
+    """Returns the model's facts for a request with these images, videos and `mm_processor_kwargs`;
+    None if there is nothing to prepare. Raises InvalidRequestError, also for more images or videos
+    than a prompt may have."""
+    facts = facts_for(facts, kwargs)
     num_videos = sum(each.is_video for each in given)
-    check_num_images(len(given) - num_videos, max_images)
-    if not num_videos:
-        return
+    check_num_images(len(given) - num_videos, 0 if facts is None else max_images)
+    if num_videos:
+        _check_videos(num_videos, facts)
+    return facts if given else None
+
+
+def _check_videos(num_videos: int, facts: ImageFacts | None) -> None:
     video = facts.video if facts is not None else None
     shown = "1 video" if num_videos == 1 else f"{num_videos} videos"
     if video is None or not video.max_videos:
@@ -69,13 +85,30 @@ class Media:
                 prompt = _with_texts(prompt, facts, texts, encode)
         return prompt
 
-    def into(self, token_ids: Sequence[int]) -> Expansion:
-        """Returns tokens with all images and frames in them. Raises InvalidPromptError."""
-        return expand(token_ids, self._waiting())
-
     def put_in(self, prompt: Prompt) -> Prompt:
-        """Returns the prompt with all images and frames in it. Raises InvalidPromptError."""
-        return expanded(prompt, self._waiting())
+        """Returns the prompt with all images and frames in it, and its marks moved along. Raises
+        InvalidPromptError."""
+        found = _expanded(prompt.token_ids, self._waiting())
+        marks = (found.moved(mark) if type(mark) is int else mark for mark in prompt.cache_marks)
+        return replace(
+            prompt,
+            token_ids=found.token_ids,
+            cache_marks=tuple(marks),
+            pictures=found.pictures,
+            pixels=found.pixels,
+        )
+
+    def put_in_chat(self, prompt: ChatPrompt) -> ChatPrompt:
+        """Like `put_in`, for a rendered conversation."""
+        found = _expanded(prompt.token_ids, self._waiting())
+        return replace(
+            prompt,
+            token_ids=found.token_ids,
+            marks=tuple(map(found.moved, prompt.marks)),
+            breakpoints=tuple(map(found.moved, prompt.breakpoints)),
+            pictures=found.pictures,
+            pixels=found.pixels,
+        )
 
     def _waiting(self) -> dict[int, list[PreparedPicture]]:
         video = self.facts.video
@@ -146,3 +179,63 @@ def _check_places(num_places: int, num_given: int, mark: str) -> None:
         raise InvalidPromptError(
             f"the prompt has a place for {num_places} of {mark}, and {num_given} came with it"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expansion:
+    """The tokens of a prompt with its images in them."""
+
+    token_ids: list[int]
+    pictures: tuple[Picture, ...]
+    pixels: tuple[PictureRecord, ...]
+    """Pixels of each image, once."""
+    places: list[int]
+    """Positions of the tokens that stood for images."""
+    grown: list[int]
+    """Number of tokens added before each of those, and after all."""
+
+    def moved(self, position: int) -> int:
+        """Returns where a position of the prompt without images is now."""
+        return position + self.grown[bisect_left(self.places, position)]
+
+
+def _expanded(given: Sequence[int], waiting: Mapping[int, Sequence[PreparedPicture]]) -> _Expansion:
+    """Inserts images, which are listed by the token that stands for each, into tokens. Raises
+    InvalidPromptError if there are not as many as tokens that stand for them."""
+    places = [place for place, token in enumerate(given) if token in waiting]
+    for token_id, own in waiting.items():
+        count = sum(given[place] == token_id for place in places)
+        if count != len(own):
+            raise InvalidPromptError(
+                f"the prompt has a place for {count} images (token {token_id}), and "
+                f"{len(own)} came with it"
+            )
+    queues = {token_id: iter(own) for token_id, own in waiting.items()}
+    images = [next(queues[given[place]]) for place in places]
+    tokens: list[int] = []
+    pictures: list[Picture] = []
+    done, grown = 0, [0]
+    for place, image in zip(places, images, strict=True):
+        tokens += given[done:place]
+        pictures.append(_placed(image, len(tokens)))
+        tokens += [given[place]] * image.num_tokens
+        done = place + 1
+        grown.append(len(tokens) - done)
+    records = {image.record.identity: image.record for image in images}
+    return _Expansion(
+        token_ids=[*tokens, *given[done:]],
+        pictures=tuple(pictures),
+        pixels=tuple(records.values()),
+        places=places,
+        grown=grown,
+    )
+
+
+def _placed(image: PreparedPicture, offset: int) -> Picture:
+    return Picture(
+        identity=image.record.identity,
+        offset=offset,
+        num_tokens=image.num_tokens,
+        grid=image.record.grid,
+        num_positions=image.num_positions,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,7 +12,7 @@ from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given, shown
 from milepost.engine.media.urls import decoded, pieces_of
 from milepost.errors import InvalidPromptError
-from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
+from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings, is_number
 from milepost.runner.recording import PictureRecord
 
 if TYPE_CHECKING:
@@ -175,16 +175,12 @@ def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
     """Returns the times of frames in seconds, from the list `times` or from `fps`."""
     times: Any = source.get("times")
     fps: Any = source.get("fps")
-    if times is None and _is_number(fps) and fps > 0:
+    if times is None and is_number(fps) and fps > 0:
         return tuple(index / fps for index in range(count))
-    is_list = isinstance(times, list | tuple) and all(map(_is_number, times))
+    is_list = isinstance(times, list | tuple) and all(map(is_number, times))
     if not is_list or any(not 0 <= each < 1e6 for each in times):
         raise InvalidPromptError(
             f"a video of {count} frames with times={shown(times)} and fps={shown(fps)}: use one "
             "time for each, in seconds, or the frames a second"
         )
     return tuple(map(float, times))
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,17 +1,25 @@
-"""Prepares the images and videos of requests in processes of their own, a few at a time."""
+"""Prepares the images and videos of requests: a `Preparer` in processes of their own, a few at a
+time, and an `Embedded` in the process that asks, without an event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from milepost.engine.media.facts import ImageFacts
+from milepost.engine.media.filling import Media, facts_to_prepare
 from milepost.engine.media.given import Given
 from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.prepared import Prepared, Unprepared, sources_of
 from milepost.engine.media.process import PreparingProcess
-from milepost.engine.media.urls import MediaRules, load
+from milepost.engine.media.urls import MediaRules, is_remote, load, load_here
 from milepost.errors import InvalidPromptError
+
+if TYPE_CHECKING:
+    from milepost.engine.processes import EngineClient
 
 NUM_PROCESSES = 2
 MAX_LOADING = 32
@@ -19,11 +27,15 @@ MAX_LOADING = 32
 
 
 class Preparer:
-    """Prepares images for one model. The images of a request together have fewer than `max_tokens`
-    tokens. `close` it at the end."""
+    """Prepares images and videos for one model. `facts` is None if it takes none. The images of a
+    request together have fewer than `max_tokens` tokens. `close` it at the end."""
 
-    def __init__(self, rules: MediaRules, max_tokens: int) -> None:
+    def __init__(
+        self, facts: ImageFacts | None, rules: MediaRules, *, max_images: int, max_tokens: int
+    ) -> None:
+        self._facts = facts
         self._rules = rules
+        self._max_images = max_images
         self._max_tokens = max_tokens
         self._kept: KeptImages[Prepared] = KeptImages()
         self._loading = asyncio.Semaphore(MAX_LOADING)
@@ -32,10 +44,22 @@ class Preparer:
         for each in self._all:
             self._idle.put_nowait(each)
 
-    async def prepare(self, images: Sequence[Given], facts: ImageFacts) -> list[Prepared]:
-        """Loads and prepares images of a request with these facts. Raises InvalidPromptError for an
-        image that fails, and as soon as there are too many for one prompt."""
-        tasks = [asyncio.ensure_future(self._prepare(each, facts)) for each in images]
+    @staticmethod
+    def of(client: EngineClient) -> Preparer:
+        """Returns one for the engine of a client that has been started."""
+        rules, limits = MediaRules.of(client.config), client.limits
+        return Preparer(
+            client.info.images, rules, max_images=limits.max_images, max_tokens=limits.max_model_len
+        )
+
+    async def prepare(self, given: Sequence[Given], kwargs: object = None) -> Media | None:
+        """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
+        are none. Raises InvalidRequestError, also for an image that fails, and as soon as there are
+        too many for one prompt."""
+        facts = facts_to_prepare(self._facts, given, kwargs, self._max_images)
+        if facts is None:
+            return None
+        tasks = [asyncio.ensure_future(self._prepare(each, facts)) for each in given]
         num_tokens = 0
         try:
             for done in asyncio.as_completed(tasks):
@@ -50,7 +74,7 @@ class Preparer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [task.result() for task in tasks]
+        return Media(facts, [task.result() for task in tasks])
 
     async def _prepare(self, given: Given, facts: ImageFacts) -> Prepared:
         async with self._loading:
@@ -73,3 +97,41 @@ class Preparer:
     async def close(self) -> None:
         for each in self._all:
             await each.close()
+
+
+class Embedded:
+    """Prepares images and videos for an engine in this process. `facts` is None if it takes
+    none."""
+
+    def __init__(self, facts: ImageFacts | None, rules: MediaRules, max_images: int) -> None:
+        self._facts = facts
+        self._rules = rules
+        self._kept: KeptImages[Prepared] = KeptImages()
+        self._max_images = max_images
+
+    def prepare(self, given: Sequence[Given], kwargs: Any = None) -> Media | None:
+        """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
+        are none. Raises InvalidRequestError."""
+        facts = facts_to_prepare(self._facts, given, kwargs, self._max_images)
+        if facts is None:
+            return None
+        return Media(facts, [self._prepare(each, facts) for each in given])
+
+    def _prepare(self, given: Given, facts: ImageFacts) -> Prepared:
+        loaded = [self._load(each) for each in sources_of(given)]
+        asked = Unprepared.of(given, loaded, facts)
+        key = asked.find_key()
+        if key is None:
+            return asked.prepared()
+        found = self._kept.get(key)
+        if found is None:
+            found = asked.prepared()
+            self._kept.put(key, found)
+        return found
+
+    def _load(self, given: Given) -> Any:
+        if not is_remote(given):
+            return load_here(given, self._rules)
+        # The caller's thread may run an event loop already.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, load(given, self._rules)).result()
