@@ -1,7 +1,7 @@
 """Prepared images are kept by what they were made of, within a number of bytes."""
 
-from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.prepared import PreparedPicture, Unprepared
+from milepost.engine.media.preparing import KeptImages
 from milepost.images import FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from milepost.engine.media.fetching import fetch, is_public
 from milepost.engine.media.given import Given, images_in, images_of
-from milepost.engine.media.urls import MediaRules, load, load_here
+from milepost.engine.media.urls import MediaRules, fetch, is_public, load, load_here
 from milepost.errors import InvalidPromptError
 
 PRIVATE = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from milepost.engine.media.facts import ImageFacts, VideoFacts
+from milepost.engine.media.facts import ImageFacts, VideoFacts, facts_for
 from milepost.engine.media.given import Given
 from milepost.engine.media.prepared import (
     Prepared,
@@ -22,7 +22,6 @@ from milepost.engine.media.prepared import (
     PreparedTiles,
     PreparedVideo,
 )
-from milepost.engine.media.requested import facts_for
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidPromptError

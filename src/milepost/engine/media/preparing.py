@@ -1,18 +1,22 @@
 """Prepares the images and videos of requests: a `Preparer` in processes of their own, a few at a
 time, and an `Embedded` in the process that asks, without an event loop.
+
+An agent sends all screenshots of its conversation again with every turn, so both remember images:
+each is decoded once, and its pixels go to the engine once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.filling import Media, facts_to_prepare
 from milepost.engine.media.given import Given
-from milepost.engine.media.kept import KeptImages
 from milepost.engine.media.prepared import Prepared, Unprepared, sources_of
 from milepost.engine.media.process import PreparingProcess
 from milepost.engine.media.urls import MediaRules, is_remote, load, load_here
@@ -20,6 +24,7 @@ from milepost.errors import InvalidPromptError
 
 if TYPE_CHECKING:
     from milepost.engine.processes import EngineClient
+
 
 NUM_PROCESSES = 2
 MAX_LOADING = 32
@@ -135,3 +140,45 @@ class Embedded:
         # The caller's thread may run an event loop already.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, load(given, self._rules)).result()
+
+
+class Sized(Protocol):
+    """An image of that many bytes."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Sized)
+
+MAX_BYTES = 2**30
+"""Number of bytes of prepared images to keep."""
+
+
+class KeptImages(Generic[T]):
+    """Images by key, the ones used last, up to a number of bytes. The same calls in the same order
+    keep the same images. Several threads may use one."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._images: OrderedDict[bytes, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> T | None:
+        """Returns an image, if it is kept."""
+        with self._lock:
+            if key in self._images:
+                self._images.move_to_end(key)
+            return self._images.get(key)
+
+    def put(self, key: bytes, image: T) -> None:
+        """Keeps an image, and forgets those that were not used for longest."""
+        with self._lock:
+            if key in self._images:
+                return
+            self._images[key] = image
+            self.num_bytes += image.num_bytes
+            while self.num_bytes > self._max_bytes:
+                _, old = self._images.popitem(last=False)
+                self.num_bytes -= old.num_bytes
