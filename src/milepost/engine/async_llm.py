@@ -178,7 +178,7 @@ class AsyncLLM:
         """Returns images and videos for a prompt with these `mm_processor_kwargs`; None if there
         are none. Raises InvalidRequestError."""
         if self._preparer is None:
-            self._preparer = Preparer.of(self._client)
+            self._preparer = Preparer.of(self.config, self._client.info.images, self._client.limits)
         return await self._preparer.prepare(images, sizes)
 
     async def _render(self, messages: ChatMessages, options: ChatOptions) -> Prompt:

@@ -5,8 +5,8 @@
     paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
     before the application   connections, lingering, gate, callers
-    a request's body         bodies, json_text, fields, protocol, parts, tools, unknown
-    its interpretation       messages, images, forms, parameters
+    a request's body         bodies, fields, protocol, parts, tools, unknown
+    its interpretation       messages, forms, parameters
     towards the engine       service, generation, observers
     the response             answers, stream, logprobs, errors, transfer
     metrics                  metrics, vllm_metrics

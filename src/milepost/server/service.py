@@ -93,7 +93,7 @@ class Service:
         self.counts_thinking = None not in think_ids(tokenizer)
         """Whether the engine can count the tokens of this model's reasoning."""
         self._token_bytes: TokenBytes | None = None
-        self._images = Preparer.of(client)
+        self._images = Preparer.of(client.config, client.info.images, client.limits)
         self.large = LargeWork()
         self.is_closing = False
         self.is_asleep = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar, cast
 
 from milepost.engine.media.facts import ImageFacts, VideoFacts, facts_for
 from milepost.engine.media.given import Given
@@ -28,8 +28,19 @@ from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture
 from milepost.runner.recording import PictureRecord
 
-if TYPE_CHECKING:
-    from milepost.engine.text import ChatPrompt
+
+class RenderedChat(Protocol):
+    """A conversation as `engine.text` renders it, a dataclass that has `pictures` and `pixels`."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def marks(self) -> tuple[int, ...]: ...
+    @property
+    def breakpoints(self) -> tuple[int, ...]: ...
+
+
+R = TypeVar("R", bound=RenderedChat)
 
 
 def facts_to_prepare(
@@ -97,17 +108,18 @@ class Media:
             pixels=found.pixels,
         )
 
-    def put_in_chat(self, prompt: ChatPrompt) -> ChatPrompt:
+    def put_in_chat(self, prompt: R) -> R:
         """Like `put_in`, for a rendered conversation."""
         found = _expanded(prompt.token_ids, self._waiting())
-        return replace(
-            prompt,
+        filled: R = replace(
+            cast("Any", prompt),
             token_ids=found.token_ids,
             marks=tuple(map(found.moved, prompt.marks)),
             breakpoints=tuple(map(found.moved, prompt.breakpoints)),
             pictures=found.pictures,
             pixels=found.pixels,
         )
+        return filled
 
     def _waiting(self) -> dict[int, list[PreparedPicture]]:
         video = self.facts.video

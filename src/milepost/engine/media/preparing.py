@@ -12,19 +12,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from milepost.config import EngineConfig
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.filling import Media, facts_to_prepare
 from milepost.engine.media.given import Given
 from milepost.engine.media.prepared import Prepared, Unprepared, sources_of
 from milepost.engine.media.process import PreparingProcess
 from milepost.engine.media.urls import MediaRules, is_remote, load, load_here
+from milepost.engine.validation import Limits
 from milepost.errors import InvalidPromptError
-
-if TYPE_CHECKING:
-    from milepost.engine.processes import EngineClient
-
 
 NUM_PROCESSES = 2
 MAX_LOADING = 32
@@ -50,11 +48,13 @@ class Preparer:
             self._idle.put_nowait(each)
 
     @staticmethod
-    def of(client: EngineClient) -> Preparer:
-        """Returns one for the engine of a client that has been started."""
-        rules, limits = MediaRules.of(client.config), client.limits
+    def of(config: EngineConfig, facts: ImageFacts | None, limits: Limits) -> Preparer:
+        """Returns one for an engine with this configuration and these limits."""
         return Preparer(
-            client.info.images, rules, max_images=limits.max_images, max_tokens=limits.max_model_len
+            facts,
+            MediaRules.of(config),
+            max_images=limits.max_images,
+            max_tokens=limits.max_model_len,
         )
 
     async def prepare(self, given: Sequence[Given], kwargs: object = None) -> Media | None:
