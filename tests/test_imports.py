@@ -50,11 +50,10 @@ MAY_USE = {**CORE, **ANNEXES}
 
 COMMANDS = {
     "bench": "load",
-    "plot": "simulator",
     "simulate": "simulator",
     "simulate_fleet": "simulator",
+    "simulate_results": "simulator",
     "simulate_settings": "simulator",
-    "simulate_tables": "simulator",
 }
 """Modules of `cli` that belong to an annex, and use it."""
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from milepost.cli.plot import _lines
+from milepost.cli.simulate_results import _lines
 
 
 class Axes:

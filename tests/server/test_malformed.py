@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from milepost.server.bodies import MAX_HALVES, MAX_MENDED_BYTES, read_json
 from milepost.server.config import ServerConfig
-from milepost.server.json_text import MAX_HALVES, MAX_MENDED_BYTES, read_json
 from tests.server.inprocess import answered
 
 JSON = {"content-type": "application/json"}

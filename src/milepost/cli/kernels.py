@@ -1,15 +1,20 @@
-"""`milepost kernels`: which kernels serve a model's weights, attention and recurrences on a chip,
-and why not others."""
+"""`milepost kernels` shows which kernels serve a model on a chip, and why not others; `milepost
+warm` compiles them ahead of a first start.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from rich.table import Table
 
 from milepost.cli.display import Screen
+from milepost.cli.flags import Flags, WholeOrNone, add_flags, one_model
+from milepost.cli.plan import read_size
+from milepost.config import EngineConfig
+from milepost.errors import missing
 
 
 def kernels_command(screen: Screen) -> Callable[..., None]:
@@ -43,3 +48,50 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         screen.reports.print(table)
 
     return kernels
+
+
+ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
+
+
+def warm_command(screen: Screen) -> Callable[..., None]:
+    """Makes the command, for a terminal."""
+
+    def warm(
+        checkpoint: Annotated[str | None, Parameter(help="The same as --model.")] = None,
+        /,
+        *,
+        chip: Annotated[str, Parameter(help="Such as sm_89; by default this machine's.")] = "",
+        gpu_memory: Annotated[
+            str, Parameter(help="The GPU's memory, such as 24GiB; by default this GPU's, or 80GB.")
+        ] = "",
+        processes: Annotated[
+            WholeOrNone, Parameter(help="How many compile; by default one for each core, up to 16.")
+        ] = None,
+        **settings: Any,
+    ) -> None:
+        """Compile all kernels that a server with the same flags would compile when it starts.
+
+        Reads config.json, and no weights. No GPU is needed if a chip is named. The kernels go to
+        Triton's cache (TRITON_CACHE_DIR, or ~/.triton), for images and clusters.
+        """
+        settings["model"] = one_model(checkpoint, settings.get("model"))
+        config = ENGINE.build(settings)
+        # Imported here because torch and the models take seconds to import.
+        from milepost.engine.assembly import warm as warm_up
+        from milepost.kernels.platform.device import (
+            find_chip,
+            present_chip,
+            present_memory,
+            triton_version,
+        )
+
+        if triton_version() == (0, 0):
+            raise missing("milepost warm", "triton", "gpu")
+        found_chip = find_chip(chip) if chip else present_chip()
+        num_bytes = read_size(gpu_memory) if gpu_memory else present_memory()
+        begin = screen.clock()
+        num = warm_up(config, found_chip, num_bytes, processes)
+        spent = screen.clock() - begin
+        screen.reports.print(f"kernels for {found_chip.arch} are compiled: {spent:.1f} s, by {num}")
+
+    return add_flags(warm, [ENGINE])

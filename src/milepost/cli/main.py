@@ -23,13 +23,12 @@ from milepost.cli.chat import chat_command
 from milepost.cli.config_file import Arguments, with_file
 from milepost.cli.display import Screen
 from milepost.cli.generate import StreamingEngine, generate_command
-from milepost.cli.kernels import kernels_command
+from milepost.cli.kernels import kernels_command, warm_command
 from milepost.cli.plan import plan_command
 from milepost.cli.run_batch import run_batch_command
 from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.verify import verify_command
 from milepost.cli.vllm_flags import translated, with_environment
-from milepost.cli.warm import warm_command
 from milepost.config import EngineConfig
 from milepost.errors import MilepostError
 from milepost.models.early import refuse_early

@@ -14,11 +14,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from milepost.cli import plot
 from milepost.cli.display import Screen
 from milepost.cli.simulate_fleet import fleet_table, run_fleet
+from milepost.cli.simulate_results import (
+    WIDTH,
+    draw_plot,
+    goodput_table,
+    hits_table,
+    require_plot,
+    rest_table,
+)
 from milepost.cli.simulate_settings import GIB, Settings
-from milepost.cli.simulate_tables import WIDTH, goodput_table, hits_table, rest_table
 from milepost.errors import InvalidRequestError
 from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet import Fleet, Shape
@@ -59,7 +65,7 @@ def command(screen: Screen) -> Callable[..., None]:
         settings = settings or Settings()
         policies = settings.policies
         if settings.plot is not None:
-            plot.require(settings.plot)
+            require_plot(settings.plot)
         if settings.json is not None:
             _require(settings.json)
         cost = read_cost(settings.cost)
@@ -89,7 +95,7 @@ def command(screen: Screen) -> Callable[..., None]:
             rows = _rows_of_search(settings, policies, run)
         _write(rows, screen, settings, bound)
         if settings.plot is not None:
-            plot.draw(means(rows), settings.plot, bound)
+            draw_plot(means(rows), settings.plot, bound)
 
     return simulate
 

@@ -9,8 +9,8 @@ from itertools import product
 from rich.table import Table
 
 from milepost.cli.display import seconds
+from milepost.cli.simulate_results import plain_table
 from milepost.cli.simulate_settings import GIB, Settings
-from milepost.cli.simulate_tables import plain_table
 from milepost.scheduler.memory import PrefixMemory
 from milepost.simulator.cost import CostModel
 from milepost.simulator.fleet import Fleet, Shape

@@ -16,8 +16,7 @@ from milepost.kernels import products
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, Projected, as_activations
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Epilogue, Form, Raw
-from milepost.layers.modules import module_list
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.weight_slots import (
     WeightSlot,
     WeightSlots,

@@ -23,9 +23,8 @@ from milepost.kernels.layout.emit import Emit, Inputs, values_of
 from milepost.kernels.ngrams import NgramOperation, NgramSequences, StatePart
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
-from milepost.layers.modules import module_list
 from milepost.layers.norm import place_scale
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.parts import Numbers, Part
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 

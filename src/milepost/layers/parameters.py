@@ -1,9 +1,10 @@
-"""The context that a model's modules create their parameters in."""
+"""The context that a model's modules create their parameters in, and their lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -74,3 +75,12 @@ class ModuleScope:
         dtype = accumulation_dtype(self.dtype)
         values = torch.empty(shape, dtype=dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
+
+
+T = TypeVar("T")
+
+
+def module_list(modules: Iterable[T]) -> Sequence[T]:
+    """Returns an `nn.ModuleList`, typed by the protocol that the modules follow: torch knows its
+    items as modules only."""
+    return cast("Sequence[T]", nn.ModuleList(cast("Any", modules)))

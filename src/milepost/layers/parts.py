@@ -14,8 +14,8 @@ from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
-from milepost.layers.modules import module_list
 from milepost.layers.norm import RMSNorm, StreamNorm, over_ranks
+from milepost.layers.parameters import module_list
 from milepost.layers.rotary import Rotary
 from milepost.parallel import ALONE
 

@@ -23,9 +23,8 @@ from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
-from milepost.layers.modules import module_list
 from milepost.layers.norm import RMSNorm, over_ranks, place_scale
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.parts import Numbers, Part, add_up, partials, run_parts
 from milepost.layers.weight_slots import WeightSlots, place_whole
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from milepost.kernels import vision
 from milepost.kernels.vision import PictureFrames
 from milepost.layers.mergers import Merger, TowerEnd
-from milepost.layers.modules import module_list
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.tower_parts import (
     Grid,
     PatchEmbedding,

@@ -21,12 +21,11 @@ from milepost.kernels.layout.emit import values_of
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
-from milepost.layers.modules import module_list
 from milepost.layers.moe import elsewhere_of
 from milepost.layers.mtp import MTPHead
 from milepost.layers.ngrams import NgramPart
 from milepost.layers.norm import StreamNorm
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.parts import LastTokensPart, Layer, LayerBlock, Part
 from milepost.layers.rotary import num_positions
 from milepost.layers.tower import Tower

@@ -8,8 +8,7 @@ from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
 from milepost.layers.mergers import SquaredMerger
-from milepost.layers.modules import module_list
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.tower import Tower, TowerModules
 from milepost.layers.tower_parts import LayerNorm, TowerBlock, TowerLinear, TowerNames, TowerShapes
 from milepost.layers.weight_slots import WeightSlot, WeightSlots

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import UnsupportedModelError
 from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
 from milepost.layers.mergers import Merger
-from milepost.layers.modules import module_list
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, module_list
 from milepost.layers.tower import Tower, TowerModules
 from milepost.layers.tower_parts import TowerNames, TowerShapes
 

@@ -6,11 +6,17 @@ list takes three bytes of text and seventy of memory. So the values are first co
 in a pass of milliseconds that stores nothing, and a body with more values than any request needs is
 refused. Other bodies take, with the objects made from them, at most ten times their size and a few
 megabytes. Large bodies are read in a thread (`LargeWork`).
+
+A text that was cut inside an emoji is mended. JavaScript then writes half of a surrogate pair as an
+escape (`\\ud83d`), which JSON's grammar allows, but no Unicode text has. Agents that shorten what a
+tool returned send one, and then again with every later turn: refused once, their conversation would
+be over.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from email.message import Message
 from typing import Any, Final, TypeVar
@@ -18,6 +24,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -25,7 +32,6 @@ from starlette.responses import Response
 from milepost.engine.text import MAX_SHORT, Lane
 from milepost.server.callers import GuardedRoute
 from milepost.server.errors import ClientGoneError, HttpError
-from milepost.server.json_text import read_json
 
 MAX_VALUES: Final = 2**21
 """Elements of all lists and objects in a body; nearly all are token ids."""
@@ -183,3 +189,29 @@ def size_of(messages: Sequence[Any] | None) -> int:
         content = getattr(message, "content", None)
         count += 1 + (len(content) if isinstance(content, list) else 0)
     return _PART_SIZE * count
+
+
+MAX_MENDED_BYTES: Final = 2**22
+MAX_HALVES: Final = 4096
+"""Limits on a text that is searched and on what is replaced in it, since nothing else runs
+meanwhile: 0.1 s at most."""
+
+_HIGH, _LOW = rb"[dD][89abAB][0-9a-fA-F]{2}", rb"[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF: Final = re.compile(
+    rb"\\(?<!\\\\)((?:\\\\)*+)u"  # an odd number of backslashes
+    rb"(?:" + _HIGH + rb"(?!\\u" + _LOW + rb")|(?<!\\u" + _HIGH + rb"\\u)" + _LOW + rb")"
+)
+
+
+def read_json(text: bytes, *, allows_nan: bool = False) -> Any:
+    """Returns the value of a JSON text, with U+FFFD for each half of a surrogate pair. Raises
+    ValueError."""
+    try:
+        return from_json(text, allow_inf_nan=allows_nan)
+    except ValueError:
+        if len(text) > MAX_MENDED_BYTES:
+            raise
+        mended = _HALF.sub(rb"\\\1ufffd", text, count=MAX_HALVES)
+        if mended == text:
+            raise
+        return from_json(mended, allow_inf_nan=allows_nan)

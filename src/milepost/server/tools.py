@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import from_json
 
+from milepost.server.bodies import read_json
 from milepost.server.fields import AnyType, Body, Many, with_type
-from milepost.server.json_text import read_json
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")

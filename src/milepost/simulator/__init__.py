@@ -2,7 +2,7 @@
 
 Pure: no torch, no wall clock. See docs/simulator.md. Its modules:
 
-    traffic         trace, page_ids, made, seeds, clients
+    traffic         trace, made, seeds, clients
     engines         fleet, chain, cost, tiers
     comparisons     policies, vllm, search, results
 """

@@ -10,10 +10,9 @@ sampled (`runner.in_flight`).
 from __future__ import annotations
 
 from milepost.speculative.drafter import Drafter, DraftWish, FirstOf, HeadDrafter
-from milepost.speculative.ngram import NgramDrafter
+from milepost.speculative.lookup import NgramDrafter, SuffixDrafter
 from milepost.speculative.policy import Adaptive, Always, Policy
 from milepost.speculative.speculation import Speculation
-from milepost.speculative.suffix import SuffixDrafter
 from milepost.speculative_config import SpeculativeConfig
 
 __all__ = [

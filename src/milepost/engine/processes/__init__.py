@@ -3,13 +3,13 @@ Its modules:
 
     the engine's process        engine, compiling
     messages                    wire, pixels
-    the client                  client, starting, loading, stream
+    the client                  client, starting, stream
     a further rank              rank
 """
 
 from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
-from milepost.engine.processes.loading import LoadedOnce, start_with_tokenizer
+from milepost.engine.processes.starting import LoadedOnce, start_with_tokenizer
 from milepost.engine.processes.stream import GrowingOutput, Stream
 
 __all__ = [
