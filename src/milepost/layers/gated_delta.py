@@ -27,8 +27,8 @@ from milepost.layers.weight_slots import (
     WeightSlots,
     cut_all,
     fill_matrix,
+    place_convolutions,
     place_rates,
-    place_rows,
     place_whole,
 )
 from milepost.parallel import Cut
@@ -196,28 +196,17 @@ class GatedDelta(nn.Module):
         return self.out(mixed, epilogue=Epilogue.PARTIALS, order=ctx.order)
 
     def placements(self) -> WeightSlots:
-        heads = self._segments(self.full.num_value_heads)
+        full = self.full
+        heads = self._segments(full.num_value_heads)
+        sizes = full.keys_size, full.keys_size, full.values_size
+        is_one = not self.scope.has("q_conv1d.weight")
         tensors = {
             "A_log": cut_all(place_rates(self.decay_rate), heads),
             "dt_bias": cut_all(place_whole(self.decay_bias), heads),
             f"{self.arrangement.norm}.weight": place_whole(self.norm_weight),
-            **self._convolutions(),
+            **place_convolutions(self.conv_weight, map(self._segments, sizes), is_one=is_one),
         }
         return {self.scope.full(name): place for name, place in tensors.items()}
-
-    def _convolutions(self) -> WeightSlots:
-        """Places one convolution for all channels, or one each for queries, keys and values."""
-        full, weight = self.full, self.conv_weight.unsqueeze(1)
-        sizes = (full.keys_size, full.keys_size, full.values_size)
-        if not self.scope.has("q_conv1d.weight"):
-            return {"conv1d.weight": cut_all(place_whole(weight), self._segments(*sizes))}
-        placements, first = {}, 0
-        for letter, size in zip("qkv", sizes, strict=True):
-            cut = self._segments(size)
-            place = place_rows(weight, first, cut.size)
-            placements[f"{letter}_conv1d.weight"] = cut_all(place, cut)
-            first += cut.size
-        return placements
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)

@@ -27,11 +27,10 @@ from milepost.layers.weight_slots import (
     WeightSlots,
     cut_all,
     fill_matrix,
+    place_convolutions,
     place_rates,
-    place_rows,
     place_whole,
 )
-from milepost.parallel.ranks import join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,23 +156,14 @@ class KDA(nn.Module):
     def placements(self) -> WeightSlots:
         by_head = (-1,) if self.has_flat_rates else (1, 1, -1, 1)
         rates = place_rates(self.decay_rate.view(by_head))
+        is_one = self.scope.has("conv1d.weight")
         tensors = {
             self.rates: cut_all(rates, self.head_cut, len(by_head) // 2),
             f"{self.forget}dt_bias": cut_all(place_whole(self.decay_bias), self.cut),
             "o_norm.weight": place_whole(self.norm_weight),
-            **self._convolutions(),
+            **place_convolutions(self.conv_weight, [self.cut] * 3, is_one=is_one),
         }
         return {self.scope.full(name): place for name, place in tensors.items()}
-
-    def _convolutions(self) -> WeightSlots:
-        """Places one convolution for all channels, or one each for queries, keys and values."""
-        size, weight = self.shapes.size, self.conv_weight.unsqueeze(1)
-        if self.scope.has("conv1d.weight"):
-            return {"conv1d.weight": cut_all(place_whole(weight), join(*[self.cut] * 3))}
-        return {
-            f"{letter}_conv1d.weight": cut_all(place_rows(weight, index * size, size), self.cut)
-            for index, letter in enumerate("qkv")
-        }
 
     def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
         fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from milepost.parallel import Axes, Cut
+from milepost.parallel.ranks import join
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Floating-point dtypes, as safetensors names them."""
@@ -142,6 +143,20 @@ def scale(placement: WeightSlot, factor: Tensor | float) -> WeightSlot:
 def place_rows(parameter: Tensor, first: int, count: int) -> WeightSlot:
     """Places a tensor that is `count` rows of the parameter."""
     return place_whole(parameter[first : first + count])
+
+
+def place_convolutions(weight: Tensor, cuts: Iterable[Cut], *, is_one: bool) -> WeightSlots:
+    """Places the short convolution [channels, width] of queries, keys and values, whose `cuts` a
+    rank keeps: one tensor for all channels, or one each."""
+    whole, cuts = weight.unsqueeze(1), list(cuts)
+    if is_one:
+        return {"conv1d.weight": cut_all(place_whole(whole), join(*cuts))}
+    placements, first = {}, 0
+    for letter, cut in zip("qkv", cuts, strict=True):
+        place = place_rows(whole, first, cut.size)
+        placements[f"{letter}_conv1d.weight"] = cut_all(place, cut)
+        first += cut.size
+    return placements
 
 
 def place_scattered(parameter: Tensor, rows: Tensor) -> WeightSlot:

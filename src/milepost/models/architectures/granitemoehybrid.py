@@ -19,6 +19,7 @@ from milepost.models.architecture import (
     attention_shapes,
     mamba2_shapes,
     norm_of,
+    only,
     plain_layer,
 )
 from milepost.models.decoder import DecoderParts
@@ -85,7 +86,7 @@ ARCHITECTURES = (
         layer_types=("full_attention", "linear_attention", "attention", "mamba"),
         aliases={"layers_block_type": "layer_types"},
         requirements={
-            "normalization_function": (lambda value: value in (None, "rmsnorm"), "rmsnorm"),
+            **only(normalization_function="rmsnorm"),
             "position_embedding_type": (
                 lambda value: value in (None, "nope", "rope"),
                 "none, nope or rope",

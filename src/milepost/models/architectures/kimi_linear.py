@@ -24,6 +24,7 @@ from milepost.models.architecture import (
     kda_shapes,
     latent_shapes,
     norm_of,
+    only,
     plain_layer,
 )
 from milepost.models.decoder import DecoderParts
@@ -117,13 +118,11 @@ ARCHITECTURES = (
             "linear_attn_config": (_has_kda_alone, "one without the settings of Kimi K3"),
             "mla_use_output_gate": (is_unset, "false"),
             "mla_use_nope": (is_true_or_unset, "true"),
-            "moe_layer_freq": (lambda value: value in (None, 1), "1"),
-            "moe_router_activation_func": (lambda value: value in (None, "sigmoid"), "sigmoid"),
             "num_nextn_predict_layers": (is_unset, "0"),
             "q_lora_rank": (lambda value: value is None, "none"),
             "routed_expert_hidden_size": (is_unset, "none"),
-            "topk_method": (lambda value: value in (None, "noaux_tc"), "noaux_tc"),
             "use_grouped_topk": (is_true_or_unset, "true"),
+            **only(moe_layer_freq=1, moe_router_activation_func="sigmoid", topk_method="noaux_tc"),
         },
     ),
 )
