@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from milepost.errors import ConfigError, InvalidRequestError
 
@@ -164,15 +164,25 @@ def listed(name: str, values: object) -> tuple[Any, ...]:
     return tuple(values or ())
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number. True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_number(name: str, value: object, low: float, high: float, instead: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not is_number(value) or not low <= value <= high:
         refuse(name, value, instead)
 
 
 def check_int(
     name: str, value: object, low: int, instead: str, *, high: float = float("inf")
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value) or not low <= value <= high:
         refuse(name, value, instead)
 
 

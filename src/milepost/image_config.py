@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from milepost.checks import flat_texts, json_text, require
+from milepost.checks import flat_texts, is_whole, json_text, require
 from milepost.errors import ConfigError
 
 DEFAULT_MAX_IMAGES = 999
@@ -75,7 +75,7 @@ class ImageConfig:
         most = given.get(kind, DEFAULT_MAX_IMAGES)
         if isinstance(most, dict):  # vLLM also takes the sizes to expect, which nothing needs here
             most = most.get("count", DEFAULT_MAX_IMAGES)
-        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        if not is_whole(most) or most < 0:
             raise ConfigError(
                 f'limit_mm_per_prompt={given}: use {{"image": NUMBER, "video": NUMBER}}, 0 or more'
             )
@@ -90,7 +90,7 @@ class ImageConfig:
                 raise ConfigError(
                     f"mm_processor_kwargs: unknown field {name!r}: use {', '.join(_PIXELS)}"
                 )
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ConfigError(f"mm_processor_kwargs: {name}={value!r}: use 1 or more")
         least, most = given.get("min_pixels"), given.get("max_pixels")
         if least is not None and most is not None and least > most:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Literal
 
-from milepost.checks import check_choice
+from milepost.checks import check_choice, is_number, is_whole
 from milepost.errors import ConfigError
 
 MOST = 86_400
@@ -161,7 +161,7 @@ class KVTransferConfig:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST
+    return is_number(value) and 0 < value <= MOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class KVEventsConfig:
             raise ConfigError(f"enable_kv_cache_events={self.enable_kv_cache_events!r}: use true")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31 - 1:
+            if not is_whole(value) or not 0 <= value < 2**31 - 1:
                 raise ConfigError(f"{name}={value!r}: use 0 or more, and less than 2**31 - 1")
         for name in ("endpoint", "topic", "replay_endpoint"):
             value = getattr(self, name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from milepost.checks import read_json, read_mapping, require
+from milepost.checks import is_number, read_json, read_mapping, require
 
 METHODS = ("auto", "mtp", "suffix", "ngram")
 _MTP_ALIASES = ("qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp")
@@ -61,9 +61,8 @@ class SpeculativeConfig:
         self._check_methods(methods)
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             require(
-                value is None or (is_number and value >= lowest),
+                value is None or (is_number(value) and value >= lowest),
                 f"{name}={value!r}: use {lowest} or more",
             )
         self._check_lookup()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from milepost.checks import is_whole
 from milepost.config import EngineConfig
 from milepost.engine.prompts import Prompt
 from milepost.errors import InvalidPromptError, InvalidRequestError
@@ -174,7 +175,7 @@ def _check_marks(marks: Sequence[int], length: int, max_marks: int) -> None:
             f"{len(marks)} cache_marks: use {max_marks} or fewer (max_cache_marks)"
         )
     for mark in marks:
-        if isinstance(mark, bool) or not isinstance(mark, int) or not 0 < mark <= length:
+        if not is_whole(mark) or not 0 < mark <= length:
             raise InvalidPromptError(
                 f"cache_marks has {mark!r}: use token positions from 1 to {length}, the prompt's "
                 "length"

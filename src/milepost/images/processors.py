@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from milepost.checks import is_number
 from milepost.errors import UnsupportedModelError
 from milepost.images.settings import (
     FrameSampling,
     ImageSettings,
     ImageTiling,
     check_whole,
-    is_number,
 )
 from milepost.models.folder import read_object, reading
 

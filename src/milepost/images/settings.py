@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
+from milepost.checks import is_number
 from milepost.errors import ConfigError, UnsupportedModelError
 
 MAX_FRAMES = 768
@@ -138,8 +138,3 @@ def check_whole(name: str, value: object, most: int) -> None:
     """Raises ConfigError for anything but a whole number from 1 to `most`."""
     if type(value) is not int or not 1 <= value <= most:
         raise ConfigError(f"{name}={value!r} is no whole number from 1 to {most}")
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from milepost.checks import is_number
 from milepost.errors import UnsupportedModelError
 
 MAX_LAYERS = 1024
@@ -140,11 +141,11 @@ def _refuse_numbers(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         for each in value if isinstance(value, list) else [value]:
             is_infinite = name in _INFINITE and each in (math.inf, -math.inf)
-            if _is_number(each) and not is_infinite and not abs(each) < _MOST:
+            if is_number(each) and not is_infinite and not abs(each) < _MOST:
                 raise _not_supported(name, each, f"a number below {_MOST:g}")
     for name in _EPS:
         value = settings.get(name)
-        if value is not None and not (_is_number(value) and 0 <= value <= 1):
+        if value is not None and not (is_number(value) and 0 <= value <= 1):
             raise _not_supported(name, value, "a number from 0 to 1")
     for name in _DIVISORS:
         if settings.get(name) == 0:
@@ -152,15 +153,15 @@ def _refuse_numbers(settings: Mapping[str, Any]) -> None:
     for name in _LIMITS:
         value = settings.get(name)
         each = [number or 0 for number in value] if isinstance(value, list) else [None]
-        if value is not None and not all(_is_number(number) and number >= 0 for number in each):
+        if value is not None and not all(is_number(number) and number >= 0 for number in each):
             raise _not_supported(name, value, "a list of numbers from 0 on")
     least = settings.get("kda_lower_bound")
-    if least is not None and not (_is_number(least) and least < 0):
+    if least is not None and not (is_number(least) and least < 0):
         raise _not_supported("kda_lower_bound", least, "a number below 0")
     for name, length in _LENGTHS.items():
         value = settings.get(name)
         is_list = isinstance(value, list | tuple) and len(value) == length
-        if value is not None and not (is_list and all(map(_is_number, value))):
+        if value is not None and not (is_list and all(map(is_number, value))):
             raise _not_supported(name, value, f"a list of {length} numbers")
 
 
@@ -171,15 +172,15 @@ def _refuse_rotary(parameters: object) -> None:
         _refuse_rotary(value)  # of one layer type
         is_list = isinstance(value, list)
         for each in value if is_list else [value]:
-            if _is_number(each) and not abs(each) < _MOST:
+            if is_number(each) and not abs(each) < _MOST:
                 raise _not_supported(f"rope_parameters.{name}", each, f"a number below {_MOST:g}")
         if name == "rope_type" and not isinstance(value, str):
             raise _not_supported(f"rope_parameters.{name}", value, "a name")
         if name in _ROTARY and value is not None:
             is_fit, wanted = _ROTARY[name]
-            if not _is_number(value) or not is_fit(value):
+            if not is_number(value) or not is_fit(value):
                 raise _not_supported(f"rope_parameters.{name}", value, wanted)
-        if name.endswith("_factor") and is_list and not all(_is_number(v) and v for v in value):
+        if name.endswith("_factor") and is_list and not all(is_number(v) and v for v in value):
             raise _not_supported(f"rope_parameters.{name}", value, "a list of numbers but 0")
 
 
@@ -196,10 +197,6 @@ _ROTARY: dict[str, tuple[Callable[[float], bool], str]] = {
         (lambda value: value > 0, "a number above 0"),
     ),
 }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _not_supported(name: str, value: object, wanted: str) -> UnsupportedModelError:

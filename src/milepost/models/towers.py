@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from milepost.checks import is_number
 from milepost.errors import UnsupportedModelError
 from milepost.layers.grid_tower import GridBlock, GridBlockShapes, NormedEmbedding
 from milepost.layers.mergers import Merger
@@ -197,7 +198,7 @@ def _theta(config: PreTrainedConfig) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
     rope_type, theta = parameters.get("rope_type", "axial"), parameters.get("rope_theta", _THETA)
     refuse(config, "rope_parameters", rope_type not in ("axial", "default"), "of rope_type axial")
-    is_fit = isinstance(theta, int | float) and not isinstance(theta, bool) and 1 <= theta < 1e30
+    is_fit = is_number(theta) and 1 <= theta < 1e30
     refuse(config, "rope_parameters", not is_fit, "with a rope_theta of 1 or more")
     return float(theta)
 

@@ -35,6 +35,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from milepost.checks import is_number, is_whole
 from milepost.errors import TraceError
 from milepost.pictures import IDENTITY_BYTES, Picture, check_pictures
 from milepost.small_files import read_lines
@@ -233,15 +234,14 @@ def _pictures(row: dict[str, Any], where: str) -> tuple[Picture, ...]:
 
 def _number(row: dict[str, Any], key: str, where: str) -> float:
     value: Any = row.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is None or not is_number or not abs(value) <= _LARGEST:
+    if not is_number(value) or not abs(value) <= _LARGEST:
         raise TraceError(f"{where}: {key}={value!r} is not a number")
     return float(value)
 
 
 def _count(row: dict[str, Any], key: str, where: str, *, least: int) -> int:
     value = row.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
+    if not is_whole(value) or not least <= value <= MAX_TOKENS:
         raise TraceError(
             f"{where}: {key}={str(value)[:40]} is not a count of {least} to {MAX_TOKENS}"
         )

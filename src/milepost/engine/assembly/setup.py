@@ -19,9 +19,9 @@ from milepost.engine.assembly.auto import (
     device_of,
     folder_of,
     load_options_of,
-    refuse_settings,
     runs_ahead,
 )
+from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.images import image_facts, tower_cost
 from milepost.engine.assembly.rank import RankParts, build_rank

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from milepost.checks import is_number
 from milepost.engine.media.given import shown
 from milepost.errors import InvalidRequestError
-from milepost.images.settings import MAX_FPS, FrameSampling, ImageSettings, is_number
+from milepost.images.settings import MAX_FPS, FrameSampling, ImageSettings
 
 LOW_DETAIL_TOKENS = 256
 """Largest number of tokens of an image with `detail: low`."""

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from milepost.checks import is_number
 from milepost.engine.media.facts import ImageFacts
 from milepost.engine.media.given import Given, shown
 from milepost.engine.media.urls import decoded, pieces_of
 from milepost.errors import InvalidPromptError
-from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings, is_number
+from milepost.images.settings import MAX_FRAMES, FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
 
 if TYPE_CHECKING:
