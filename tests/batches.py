@@ -19,8 +19,8 @@ from milepost.layers.context import (
     StepArrays,
 )
 from milepost.models import Decoder
+from milepost.runner.pools import zeros
 from milepost.runner.staging import on_device
-from milepost.runner.zeroed import zeros
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ Its modules:
     its pictures            pictures, positions, tower_graphs
     sampling                sampling, sampler, choice
     drafts                  device_drafting
-    memory                  pool_shape, pools, shared, pool_sizes, zeroed
+    memory                  pool_shape, pools, shared, pool_sizes
     before the first step   compiling, measuring
     recorded steps          recording, replay
 """

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from milepost.cache.memory import pages_in_place
 from milepost.runner.pool_shape import PoolShape
-from milepost.runner.pools import Pools, by_layer
-from milepost.runner.zeroed import zeros
+from milepost.runner.pools import Pools, by_layer, zeros
 
 _ALIGNMENT = 1024
 """Alignment in bytes of pages and of each layer's states. Wide loads and TMA need 16; TMA rows of
