@@ -54,7 +54,7 @@ class TransferWish:
     prefills: bool = False
     """Whether to keep the prompt's KV and state for another engine, and answer with their place."""
     remote: Remote | None = None
-    """Where to fetch the prompt's KV and state."""
+    """The place to fetch the prompt's KV and state from."""
 
 
 def read(params: Mapping[str, Any] | None) -> TransferWish | None:

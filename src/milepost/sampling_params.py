@@ -156,7 +156,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> dict[int, float]:
-        """The values added to single logits."""
+        """Values added to the logits of single tokens."""
         biases = self.logit_bias or {}
         return {id_: -inf if bias <= EXCLUDING_BIAS else bias for id_, bias in biases.items()}
 

@@ -36,7 +36,7 @@ from milepost.kv_config import PeerNetworks
 from milepost.kv_transfer_params import Remote
 
 ALIVE_S = 1.0
-"""How often a caller that waits for the thread checks whether it is alive."""
+"""Seconds after which a caller that waits for the thread checks whether it is alive."""
 
 
 class Links:

@@ -53,7 +53,7 @@ It is not dropped sooner, since each reconnection costs both sides a file descri
 connection of a closed endpoint until the process ends (NIXL 1.5.1).
 """
 HINT_S = 2.0
-"""How long a prefill waits to hear what another engine has of its prompt."""
+"""Longest time that a prefill waits to hear what another engine has of its prompt."""
 Then = Callable[["PeerAnswer | str"], None]
 """A callback for the answer, or for the reason why there is none."""
 

@@ -99,7 +99,8 @@ class PieceViews:
             self._num += row.count
 
     def num_of(self, *nums: int) -> int:
-        """Returns the number of pieces of these numbers of pages, slots and pages of windows."""
+        """Returns the number of pieces that pages, slots and pages of windows take; `nums` counts
+        these."""
         return sum(nums[kind] for kind in self._kinds)
 
     def owner(self, number: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ NUM_LIKELIEST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSize:
-    """How much is compared."""
+    """The amount of traffic that is compared."""
 
     num_prompts: int = 8
     prompt_tokens: int = 700

@@ -33,8 +33,8 @@ _numbers = itertools.count()
 def end_with_program(
     owner: object, end: Callable[..., object], *args: Any
 ) -> weakref.finalize[Any, Any]:
-    """Has `end(*args)` called once: by a call of what this returns, when the owner is collected, or
-    when the program exits. A forked child does not call it."""
+    """Has `end(*args)` called once: when the returned function is called, the owner is collected,
+    or the program exits. A forked child does not call it."""
     number = next(_numbers)
     finalizer = weakref.finalize(owner, _end, os.getpid(), number, end, args)
     _open[number] = finalizer

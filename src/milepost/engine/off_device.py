@@ -66,7 +66,7 @@ class OffDevice:
         """Records how long a step took."""
 
     def wait(self, seconds: float) -> bool:  # noqa: ARG002
-        """Waits for a load, for at most this long. Returns False at once if none is under way."""
+        """Waits for a load, for `seconds` at most. Returns False at once if none is under way."""
         return False
 
     def do_idle_work(self) -> bool:

@@ -34,7 +34,7 @@ class CompletionOutput:
     text: str
     """Empty without a tokenizer, or with `detokenize=False`."""
     token_ids: list[int]
-    """Includes the stop token that ended it, if one did."""
+    """Tokens of the answer, with the stop token that ended it, if one did."""
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None

@@ -42,7 +42,7 @@ class Prompt:
     pictures: tuple[Picture, ...] = ()
     """Images among the tokens, in order."""
     pixels: tuple[PictureRecord, ...] = ()
-    """Their pixels, each once."""
+    """Pixels of the pictures, each once."""
     kv_transfer_params: dict[str, Any] | None = None
     """Fields that say which part of it other engines have or should get."""
 

@@ -30,7 +30,7 @@ from milepost.zeromq import bound, received
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 100
-"""How long `close` waits for messages to be sent."""
+"""Longest time that `close` waits for messages to be sent."""
 ALIVE_S = 1.0
 """Seconds between the checks of a waiting engine whether the thread is alive."""
 MAX_BYTES = 2**16

@@ -60,7 +60,7 @@ class TowerModules(NamedTuple):
     """The layers of a tower, without its table of positions."""
 
     embedding: nn.Module
-    """Called like `PatchEmbedding`."""
+    """Makes rows of pixels into patches, as `PatchEmbedding` does."""
     blocks: Sequence[TowerStep]
     merger: TowerEnd
 

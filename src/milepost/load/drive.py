@@ -37,7 +37,7 @@ class DriveConfig:
     num_warmups: int = 4
     """Number of requests before the measurement, with texts of their own."""
     temperature: float = 0.0
-    """Sent with every request."""
+    """Sampling temperature of every request."""
     ignore_eos: bool = False
     """Ask for answers of full length; servers without this field refuse it."""
     timeout_s: float = 600.0

@@ -50,7 +50,7 @@ class PageRun:
     """Number of pages of its path before it."""
     num_pages: int
     num_strays: int
-    """Number of pages at its end that no checkpoint can reach."""
+    """Number of pages at the run's end that no checkpoint can reach."""
     checkpoints: list[CheckpointView]
     """At most `MAX_CHECKPOINTS` of its checkpoints, the deepest first."""
     num_checkpoints: int
@@ -69,7 +69,7 @@ class View:
     """Maps each resident node that was asked for to the index of its run, or of the nearest listed
     run above."""
     num_runs: int
-    """Includes those that are not listed."""
+    """Number of runs, with those that are not listed."""
 
 
 Slices = Generator[None, None, None]

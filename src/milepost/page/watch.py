@@ -40,7 +40,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
     """A sample of the counters since the start."""
 
     at: float
-    """Its time in seconds of the monotonic clock; once sent, how many seconds ago."""
+    """Time of the record, in seconds of the monotonic clock; once sent, its age in seconds."""
     queries: int
     hits: int
     computed: int
@@ -56,7 +56,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     id: str
     at: float
-    """Its time in seconds of the monotonic clock; once sent, how many seconds ago."""
+    """Time of the record, in seconds of the monotonic clock; once sent, its age in seconds."""
     num_tokens: int
     kv_length: int
     state_length: int
@@ -92,8 +92,8 @@ class Watch(Watcher):
             self._samples.append(self._sample(now))
 
     def note_step(self, now: float, num_ended: int) -> None:
-        """Records the end of a step, which ended this many requests. They ran until now, and those
-        that wait now waited throughout: arrivals are only read between steps."""
+        """Records the end of a step, in which `num_ended` requests ended. They ran until now, and
+        those that wait now waited throughout: arrivals are only read between steps."""
         num_running, num_waiting = self._current_counts()
         self._counts = num_running + num_ended, num_waiting
         self._pass_to(now)

@@ -22,7 +22,7 @@ from milepost.ray.router import CostRouter, Wanted
 from milepost.server.config import ServerConfig
 
 STATS_S = 1.0
-"""How often replicas report their pages."""
+"""Seconds between two reports of a replica's pages."""
 
 
 class Front:

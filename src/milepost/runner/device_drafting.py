@@ -131,7 +131,7 @@ class DeviceDrafting:
         return self._drafts[:num_requests, self._num_verified - num_drafts :]
 
     def capture(self, counts: Sequence[int]) -> None:
-        """Records graphs of the passes for each of these numbers of requests."""
+        """Records graphs of the passes for each of `counts`, which are numbers of requests."""
         pool = None
         for count in counts:
             arrays = self._send(StepPlan(sequences=()), (), _NOBODY, count)

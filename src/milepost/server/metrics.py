@@ -47,7 +47,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 ENDS = ("stop", "length", "abort", "error")
 """How answers end; each has a series from the start."""
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-"""Where prompt tokens come from, as vLLM names it: the last are from outside the device."""
+"""Sources of prompt tokens, as vLLM names them: the last are from outside the device."""
 
 
 class RequestMetrics:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Announce = Callable[[str, Sequence[tuple[str, str]]], None]
-"""Called with the address, and with pairs of a subject and its description."""
+"""Announces a server by its address, and by pairs of a subject and its description."""
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 2**17

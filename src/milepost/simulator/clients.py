@@ -22,7 +22,7 @@ LONGEST_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long clients wait for a first token, and how often they try."""
+    """The patience of clients: their wait for a first token, and their number of tries."""
 
     timeout_s: float = inf
     max_retries: int = 2

@@ -42,7 +42,7 @@ class CostModel:
     encoder_token_s: float = 0.0
     """Time of the vision tower for one token of a picture."""
     encoder_pair_s: float = 0.0
-    """Its time for each pair of tokens of a picture."""
+    """The encoder's time for each pair of tokens of a picture."""
     encoder_depth: int = 1
     """Number of its layers, and so the most steps that one picture is encoded over."""
 

@@ -43,7 +43,7 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
-    """How many of a request's drafts a step has accepted."""
+    """Numbers of drafts of one request that a step has verified and accepted."""
 
     number: int
     length: int

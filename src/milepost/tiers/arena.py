@@ -123,7 +123,7 @@ def like(memory: Arena, num_pages: int, num_states: int, buffer: Tensor) -> Aren
 
 
 def num_bytes(memory: Arena, num_pages: int, num_states: int) -> int:
-    """Returns the size in bytes of an arena with this many places."""
+    """Returns the size in bytes of an arena with `num_pages` and `num_states` places."""
     total = 0
     for are_states, parts in _shapes(memory):
         num = num_states if are_states else num_pages

@@ -54,9 +54,9 @@ class Reads:
     """One future for each rank, or one for this rank and one for all others."""
     begun_s: float
     stall_s: float = STALL_S
-    """The reads are given up after this long without an arrival."""
+    """Seconds without an arrival after which the reads are given up."""
     most_s: float = float("inf")
-    """The reads are given up if they are not complete after this long."""
+    """Seconds after which reads that are not complete are given up."""
     ended_s: float = 0.0
     """Time at which the latest read ended. The read sets it itself, since reads are only polled
     between steps."""

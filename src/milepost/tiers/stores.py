@@ -236,7 +236,7 @@ class Stores:
         return parts
 
     def _may_begin(self, num_pages: int, num_states: int) -> bool:
-        """Whether this many more items may be on their way."""
+        """Whether `num_pages` and `num_states` more items may be on their way."""
         limits = self._holdings.limits
         if not limits.max_pages_under_way:
             return True

@@ -96,9 +96,9 @@ class Tier:
     # --- what comes -------------------------------------------------------------------------------
 
     def make_room(self, num_pages: int, num_states: int, keep: bytes, gone: list[Item]) -> bool:
-        """Evicts until this many places are free. Returns False if that is impossible. Evicted
-        items are added to `gone` in either case. The page `keep`, the parent of the new items,
-        stays.
+        """Evicts until `num_pages` and `num_states` places are free. Returns False if that is
+        impossible. Evicted items are added to `gone` in either case. The page `keep`, the parent of
+        the new items, stays.
         """
         pages, states = self.budgets["pages"], self.budgets["states"]
         if num_pages <= len(pages.free) and num_states <= len(states.free):

@@ -114,8 +114,8 @@ class TierTransfers:
 
     @property
     def rest_s(self) -> float | None:
-        """How long an idle engine may go without polling, since other engines may write files. None
-        without a disk.
+        """Longest time that an idle engine may go without polling, since other engines may write
+        files. None without a disk.
         """
         return None if self._disk is None else REST_S
 

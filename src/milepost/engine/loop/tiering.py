@@ -58,7 +58,7 @@ class Tiering(OffDevice):
         self.transfers.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Waits this long for a copy. Returns False at once if none is under way."""
+        """Waits for a copy, for `seconds` at most. Returns False at once if none is under way."""
         if not self.transfers.is_busy:
             return False
         self.transfers.wait(seconds)

@@ -241,7 +241,7 @@ class Questions:
         self._has_heard = True
 
     async def until_silent_for(self, limit_s: float) -> None:
-        """Returns once the engine has sent nothing for this long, although it was asked. Questions
+        """Returns once the engine has sent nothing for `limit_s`, although it was asked. Questions
         are answered between steps. Only whole waits count as silence, since time in which this
         process slept too is no sign of a hang."""
         num_silent = 0

@@ -162,7 +162,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     number: int
     message: str
     retry_after_s: int | None = None
-    """Set if the request may be sent again after this time."""
+    """Seconds after which the request may be sent again; None if it would be refused again."""
 
     @property
     def error(self) -> MilepostError:

@@ -34,9 +34,9 @@ class NamedCalls:
     close: str
     call: tuple[str, str]
     arguments: str
-    """Stands between a call's id and its arguments."""
+    """The text between a call's id and its arguments."""
     prefix: str
-    """Stands before the name in an id; a number follows the name."""
+    """The text before the name in an id; a number follows the name."""
     signs: tuple[str, ...]
 
     def reader(self, tools: lark.Tools) -> _NamedReader:

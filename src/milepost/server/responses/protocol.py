@@ -92,7 +92,7 @@ class ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
     content: TextParts | None = None
     summary: TextParts | None = None
-    """Used if there is no content."""
+    """The text that is used if there is no content."""
     encrypted_content: Annotated[str | None, Unread()] = None
 
 

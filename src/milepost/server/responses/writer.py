@@ -98,7 +98,7 @@ class Writer:
                 yield self._scored(step)
 
     def _scored(self, step: Step) -> Step:
-        """Also keeps the log-probabilities of a finished text."""
+        """Returns the step, after keeping the log-probabilities of a text that it finishes."""
         if self._octets is not None and step.kind == "closed":
             claimed = self._tokens.claim(step.block.text)
             if step.block.kind == "text":

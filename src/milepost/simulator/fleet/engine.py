@@ -223,7 +223,7 @@ class FleetEngine:
 
 
 def outcome(plan: StepPlan, seconds: float = 1.0) -> StepResult:
-    """Makes a runner's report of a step that took this long; every token is 0."""
+    """Makes a runner's report of a step that took `seconds`; every token is 0."""
     return StepResult(
         tokens={s.number: [0] for s in plan.sequences if s.samples},
         written=plan.written,
