@@ -71,7 +71,7 @@ def group_ends(pictures: Sequence[Picture], least_apart: int, most: int) -> list
 
 
 def check_pictures(pictures: Sequence[Picture], num_tokens: int) -> None:
-    """Raises InvalidPromptError unless pictures follow each other in a prompt of this length."""
+    """Raises InvalidPromptError unless pictures follow each other in a prompt of `num_tokens`."""
     done = 0
     for index, each in enumerate(pictures):
         if len(each.identity) != IDENTITY_BYTES:

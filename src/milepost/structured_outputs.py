@@ -22,7 +22,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     """The whole answer is one of these."""
     grammar: str | None = None
-    """In llguidance's dialect of Lark."""
+    """A grammar in llguidance's dialect of Lark."""
     starts_after: int | None = None
     """Token id after which the form begins, such as the end of the reasoning."""
     field: str = "structured_outputs"

@@ -152,7 +152,7 @@ def test_suffix_keeps_so_many_answers_and_so_many_tokens(monkeypatch):
         drafter.forget(request(prompt, WORDS))
     has = [bool(drafts(drafter, request(prompt, WORDS[:6]))) for prompt in prompts]
     assert has == [False, True, True]
-    monkeypatch.setattr("milepost.speculative.suffix.MAX_EARLIER", 200)
+    monkeypatch.setattr("milepost.speculative.lookup.MAX_EARLIER", 200)
     drafter = SuffixDrafter()
     answers = [[1000 * n + i for i in range(40)] for n in range(30)]
     for answer in answers:

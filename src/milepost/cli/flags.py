@@ -87,7 +87,7 @@ class Flags(Generic[C]):
 
 
 def whole(hint: Any) -> Callable[[Any, Sequence[Token]], Any]:
-    """Makes a converter to whole numbers of this type. It raises CoercionError for a fraction,
+    """Makes a converter to whole numbers of type `hint`. It raises CoercionError for a fraction,
     which cyclopts would round."""
 
     def converted(_kind: Any, tokens: Sequence[Token]) -> Any:

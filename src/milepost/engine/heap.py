@@ -67,7 +67,7 @@ def give_back() -> None:
 
 @cache
 def _from_c(name: str) -> Callable[..., int] | None:
-    """Returns a function of the C library, None if it has none of this name."""
+    """Returns the function `name` of the C library; None if it has none."""
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):

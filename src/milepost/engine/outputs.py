@@ -49,7 +49,7 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Number of those drafts that were accepted."""
+    """Number of verified drafts that were accepted."""
 
     @property
     def finished(self) -> bool:
@@ -117,7 +117,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     stop_reason: int | str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Number of those drafts that were accepted."""
+    """Number of verified drafts that were accepted."""
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True):

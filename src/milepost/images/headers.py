@@ -76,7 +76,7 @@ def shown_share(data: bytes) -> float:
 
 
 def _boxes(data: bytes, kind: bytes) -> Iterator[bytes]:
-    """Yields the bodies of the boxes of this kind, up to the first box that is not whole (section
+    """Yields the bodies of the boxes of a `kind`, up to the first box that is not whole (section
     4.2)."""
     start = 0
     while start + 8 <= len(data):

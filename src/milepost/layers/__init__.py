@@ -1,7 +1,7 @@
 """The building blocks that models are assembled from, by module. Weights in quantised forms are in
 the folder `quantised`:
 
-    assembly           parts, context, parameters, modules
+    assembly           parts, context, parameters
     mixers             attention, indexer, mla, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
     between them       embedding, ngrams, norm, residual, rotary, positions, mtp

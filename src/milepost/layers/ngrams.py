@@ -46,7 +46,8 @@ class NgramShapes:
     heads_each: int
     """Embeddings that a token has for each order from 2 on."""
     least_rows: int
-    """Each of them has a prime number of rows, from this number on."""
+    """Bound on the rows of an embedding's table: each table has a prime number of them, from this
+    one on, that no other has."""
     divisor: int
     """The table's rows are padded to a multiple of it."""
     num_shards: int

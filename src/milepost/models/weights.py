@@ -148,7 +148,7 @@ class WeightFiles:
 
 
 def _is_copy(name: str, tensors: safe_open, holder: Path) -> bool:
-    """Whether the file `holder` has a tensor of this name with the same bytes."""
+    """Whether the file `holder` has the tensor `name` with the same bytes."""
     with open_weights(holder) as others:
         if name not in others.keys():  # noqa: SIM118
             return False

@@ -208,7 +208,7 @@ class GpuLink:
         dist.all_gather_into_tensor(gathered, values)
 
     def _mail(self, hidden_size: int, dtype: torch.dtype) -> RankBuffers | None:
-        """Returns the one-shot buffers for rows of this size, made at first use, or None if some
+        """Returns the one-shot buffers for rows of `hidden_size`, made at first use; None if some
         rank cannot reach the others' memory."""
         key, size = (hidden_size, dtype), self._hosts.size
         if key not in self._mails:

@@ -44,9 +44,9 @@ class StepBytes:
     """The bytes that steps take besides weights and pools."""
 
     largest: int
-    """The largest step."""
+    """Bytes of the largest step."""
     graphs: int = 0
-    """Captured steps, which have memory of their own, and their outputs."""
+    """Bytes of captured steps, which have memory of their own, and of their outputs."""
     sampling: int = 0
     tower: int = 0
     """Encoding the largest picture, beyond what steps have anyway."""

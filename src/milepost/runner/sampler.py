@@ -91,7 +91,7 @@ class Sampler:
         return draw(logits, best, self._counts.table, views, self._work, searches=searches)
 
     def rehearse(self, dtype: torch.dtype) -> None:
-        """Launches every kernel once, with logits of this type."""
+        """Launches every kernel once, with logits of type `dtype`."""
         logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
         best = torch.zeros(1, dtype=torch.int64, device=self._device)
         params = SamplingParams(top_k=1, top_p=0.5, temperature=1.0)

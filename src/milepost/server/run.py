@@ -228,7 +228,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _listen_uds(path: Path) -> socket.socket:
-    """Returns a socket at this path. An old socket file without a listener is replaced."""
+    """Returns a socket at `path`. An old socket file without a listener is replaced."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:

@@ -57,7 +57,7 @@ class Arena:
     pages: ItemTensors
     states: ItemTensors
     windows: Tensor | None = None
-    """On the device only: the pool of window pages, [ids, ...]."""
+    """The pool of window pages, [ids, ...], which only the device has."""
     windows_each: int = 0
     """Largest number of window pages of a state."""
 

@@ -46,7 +46,7 @@ class Completion:
     num_draft_tokens: int = 0
     """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Number of those drafts that were accepted."""
+    """Number of verified drafts that were accepted."""
     _num_taken: tuple[int, int, int] = (0, 0, 0)
     """Numbers of tokens, drafts and accepted drafts in earlier deltas."""
     _is_over: bool = False

@@ -115,10 +115,10 @@ def facts_for(facts: ImageFacts | None, asked: object) -> ImageFacts | None:
 
 @dataclass(frozen=True, slots=True)
 class _AskedNumber:
-    """A number of a request."""
+    """A number that a request gives for a setting."""
 
     name: str
-    """As the request has it."""
+    """Name of the setting, as the request has it."""
     value: Any
 
     def refusal(self, instead: str) -> InvalidRequestError:

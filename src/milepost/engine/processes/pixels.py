@@ -17,7 +17,7 @@ MAX_BYTES = 2**28
 
 
 class SentPixels:
-    """The client's end."""
+    """Tells pictures that the engine has from new ones, for the client."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._kept: KeptImages[Pixels] = KeptImages(max_bytes)
@@ -35,7 +35,7 @@ class SentPixels:
 
 
 class ReceivedPixels:
-    """The engine's end."""
+    """Gathers the pictures of the next request, for the engine."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._kept: KeptImages[PictureRecord] = KeptImages(max_bytes)

@@ -126,7 +126,7 @@ ToEngine = Pixels | SamePixels | Add | Abort | Ask | Stop
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine can take requests."""
+    """Reports that the engine can take requests."""
 
     model: str
     limits: Limits

@@ -152,10 +152,10 @@ class TextDetokenizer:
 
 class _Phase(Enum):
     START = auto()
-    """Only white space so far."""
+    """The text so far is white space only."""
     REASONING = auto()
     GAP = auto()
-    """In the line breaks after the reasoning."""
+    """The text is at the line breaks after the reasoning."""
     BEHIND = auto()
 
 

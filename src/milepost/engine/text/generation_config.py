@@ -50,7 +50,7 @@ def end_token_ids(
 
 
 def within_vocabulary(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids within a vocabulary of this size, and warns of others."""
+    """Returns the ids below `vocab_size`, and warns of others."""
     others = [id_ for id_ in ids if id_ >= vocab_size]
     if others:
         logger.warning(

@@ -58,7 +58,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Waits for a turn for work of this size."""
+        """Waits for a turn for work of `size`."""
         if self._is_taken:
             self._num_places += 1
             turn = asyncio.get_running_loop().create_future()

@@ -34,8 +34,7 @@ _NORMS = "operator_norm", "ffn_norm"
 _EXPERT_NAMES = ExpertNames(bias="expert_bias", projections=_GATE_UP_DOWN)
 
 FeedForward = Callable[[int, ModuleScope], MLP | MoE]
-"""Builds the feed-forward of the layer with this index, whose tensors are under this scope's
-path."""
+"""Builds a layer's feed-forward from the layer's index and the scope of its tensors."""
 
 
 def _dense(config: PreTrainedConfig, scope: ModuleScope) -> DecoderParts:
