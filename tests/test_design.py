@@ -81,8 +81,8 @@ def test_the_types_on_the_way_exist():
 
 
 ROW = re.compile(r"^\| [^|]+\? \| (.*) \|$", re.M)
-FILE = re.compile(r"`([\w/]+\.py)`")
-NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)?)`")
+FILE = re.compile(r"[\w/]+\.py")
+NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 
 
 def defines(name, file):
@@ -95,15 +95,34 @@ def defines(name, file):
     return last in (*targets, *(getattr(node, "name", None) for node in body))
 
 
+def places(answer):
+    """(Name, files) of each name in an answer: the files that are named next after it."""
+    found, names, files = [], [], []
+    for code in re.findall(r"`([^`]+)`", answer):
+        if FILE.fullmatch(code):
+            files.append(code)
+        elif NAME.fullmatch(code):
+            if files:
+                found += [(name, files) for name in names]
+                names, files = [], []
+            names.append(code)
+    return [*found, *((name, files) for name in names)]
+
+
 def test_what_answers_a_strangers_questions_is_where_the_page_says():
     answers = ROW.findall(PAGE)
     assert len(answers) == 10
     for answer in answers:
-        files = FILE.findall(answer)
-        names = [name for name in NAME.findall(answer) if not name.endswith(".py")]
-        assert files
-        assert names
-        for file in files:
+        assert places(answer)
+        for file in re.findall(r"`([\w/]+\.py)`", answer):
             assert (SOURCE / file).is_file(), file
-        for name in names:
-            assert any(defines(name, file) for file in files), name
+        for name, files in places(answer):
+            assert any(defines(name, file) for file in files), f"{name} is not in {files}"
+
+
+def test_a_name_stands_in_the_file_named_next_after_it():
+    answer = (
+        "`a` and `B.c` (`x.py`) call `d` in `y.py`, `z.py`; `milepost kernels MODEL` prints `e`"
+    )
+    others = ["y.py", "z.py"]
+    assert places(answer) == [("a", ["x.py"]), ("B.c", ["x.py"]), ("d", others), ("e", [])]
