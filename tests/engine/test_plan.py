@@ -12,7 +12,7 @@ from milepost.cli.main import main
 from milepost.cli.plan import read_size
 from milepost.errors import ConfigError
 from milepost.models.loading import LoadOptions, load_model, outline
-from milepost.models.weighing import weigh
+from milepost.models.room import weigh
 from milepost.runner.pool_sizes import OneMemory, TwoPools
 from tests import forked
 from tests.checkpoints import save

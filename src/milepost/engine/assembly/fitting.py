@@ -26,8 +26,7 @@ from milepost.kernels.attention.table import MOST_CAPTURED_TOKENS, most_copied
 from milepost.kernels.platform.device import Chip, describe, probe, why_reference
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.decoder import Decoder
-from milepost.models.room import available_bytes
-from milepost.models.weighing import weigh
+from milepost.models.room import available_bytes, weigh
 from milepost.parallel import Ranks
 from milepost.runner.device import DeviceExecutor
 from milepost.runner.graphs import ladder, largest_step

@@ -23,7 +23,7 @@ from milepost.errors import ConfigError
 from milepost.kernels.platform.device import hopper_kernels
 from milepost.kernels.platform.pretending import Meter, launching_nothing
 from milepost.models.loading import META, outline
-from milepost.models.weighing import TOWER
+from milepost.models.room import TOWER
 from milepost.runner.measuring import FirstSteps, StepBytes, rehearsal
 from milepost.runner.pool_shape import PoolShape
 from milepost.runner.pool_sizes import GIB, LAUNCHES_BYTES, Sizes
