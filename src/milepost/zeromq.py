@@ -19,18 +19,18 @@ MAX_QUEUED = 4096
 """Most messages queued to another engine: more than the number of waiting requests."""
 
 _MAPPED = "::ffff:"
-"""Before an IPv4 address on a socket for both kinds."""
+"""The text before an IPv4 address on a socket for both kinds."""
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
-def bound(socket: S, *, max_bytes: int, max_queued: int, max_unread: int = MAX_UNREAD) -> S:
+def bound(socket: S, *, max_bytes: int, max_queued: int) -> S:
     """Returns the same socket, bounded: it closes a connection that sends a frame of more than
     `max_bytes`, and holds at most `max_queued` unsent messages to each."""
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.SNDHWM, max_queued)
-    socket.setsockopt(zmq.RCVHWM, max_unread)
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD)
     return socket
 
 
