@@ -112,7 +112,7 @@ _SHORT: Condition[Product] = ("it takes longer than the norm", lambda it, _:
 _FREE: Condition[Product] = ("many rows have another order", lambda it, _:
     not it.is_whole or it.weight.order.is_fixed)
 _SMALL: Condition[Product] = ("torch's GEMM is as fast", lambda it, _:
-    it.num_rows <= tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
+    it.num_rows <= row_tiles.FEW_ROWS or it.weight.num_outputs <= tiles.FEW_OUTPUTS
     or it.epilogue is Epilogue.FLOAT32)
 _TMA: Condition[Product] = ("TMA cannot copy it", lambda it, _:
     it.is_contiguous and it.alignment >= 8 and it.weight.num_inputs % 8 == 0)
@@ -161,10 +161,10 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         rows=RowRange(above=_MANY_ROWS), epilogues=_PLAIN, takes_bias=False, entry="run_whole",
         serves=SumOrder.FIXED, needs="cuBLAS (sm_90)"),
     row("raw gemm", "products.portable.gemm", _RAW, "64 seq", _INVARIANT,
-        _CONTIGUOUS, epilogues=_ALL, cut=tiles.cut_raw_invariant, serves=SumOrder.FIXED),
+        _CONTIGUOUS, epilogues=_ALL, cut=row_tiles.cut_raw_invariant, serves=SumOrder.FIXED),
     row("raw small_m", "products.portable.gemm", _RAW, "{tiles.tiles.block_k} seq", _FREE,
         _SMALL, _CONTIGUOUS, rows=RowRange(above=1, most=2 * _MANY_ROWS), epilogues=_ALL,
-        cut=tiles.cut_raw),
+        cut=row_tiles.cut_raw),
     row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
     row("fp8 gemv over a ring, Hopper", "products.hopper.gemv_ring", (Fp8,), "8 parts, 128 seq",
         _MANY, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),

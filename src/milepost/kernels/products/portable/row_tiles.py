@@ -1,14 +1,21 @@
-"""Tiles of products of one row, dense ones and experts', on any chip. Needs no Triton."""
+"""Tiles of products of one row, dense ones and experts', and of raw weights with more rows, on any
+chip. Needs no Triton."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tensors import next_power_of_2
 from milepost.kernels.products.forms import Epilogue, Matrix, Raw
-from milepost.kernels.products.forms.quantised import Fp4, Int4
-from milepost.kernels.products.portable.tiles import FEW_OUTPUTS
+from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4
+from milepost.kernels.products.portable.tiles import (
+    FEW_OUTPUTS,
+    SplitTiles,
+    choose_split_k,
+    make_tiles,
+)
 
 if TYPE_CHECKING:
     from milepost.kernels.products.expert_table import Mixture
@@ -43,6 +50,8 @@ _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 _WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
 """Eight-bit weights that a program reads at a time. Every program rounds its row, so fewer programs
 are better; small matrices, and experts' down projections, need more of them."""
+_FP8_GATES, _FP8_EXPERT_GATES = GemvTiles(8, 1024, 4), GemvTiles(16, 512, 4)
+"""Tiles of large gate and up projections in FP8."""
 _FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _EXPERT_OUTPUTS = 1024, 4, 8
 """Inputs of a warp's step in four bits, at most, and outputs of a program, of experts' last
 projections more: a thread multiplies its part of the row by all of these."""
@@ -60,6 +69,8 @@ def cut_gemv(product: Product, chip: Chip) -> GemvTiles:
     if weight.form is not Raw:
         if weight.form in (Int4, Fp4):
             return _cut_four_bits(weight, chip.num_sms, 1 + is_gated)
+        if is_gated and weight.form is Fp8 and weight.num_weights >= _SMALL:
+            return _FP8_GATES
         num_weights = _FEW_WEIGHTS if weight.num_weights < _SMALL else _WEIGHTS
         return _cut_quantised_row(weight, num_weights, 1 + is_gated)
     if is_gated:
@@ -84,6 +95,8 @@ def cut_expert_gemv(mixture: Mixture) -> tuple[GemvTiles, GemvTiles]:
         return tiles(up, is_up=True), tiles(down, is_up=False)
     if mixture.form is not Raw:
         up_tiles = _cut_quantised_row(up, _WEIGHTS, 1 + mixture.is_gated)
+        if mixture.form is Fp8 and mixture.is_gated:
+            up_tiles = _FP8_EXPERT_GATES
         return up_tiles, _cut_quantised_row(down, _FEW_WEIGHTS)
     block_n, depth = (8, 512) if down.num_inputs <= _SMALL_EXPERT else (2, 2048)
     return _cut_raw_gates(up), GemvTiles(block_n, depth, num_warps=4)
@@ -130,3 +143,41 @@ def _cut_quantised_row(weight: Matrix, num_weights: int, num_matrices: int = 1) 
     """Returns the tiles of `num_matrices` matrices that a program multiplies by the same row."""
     block_k = min(next_power_of_2(weight.num_inputs), _GEMV_INPUTS)
     return GemvTiles(num_weights // (num_matrices * block_k), block_k, num_warps=8)
+
+
+# --- raw weights ---------------------------------------------------------------------------------
+
+_FEW_ROWS, _MORE_ROWS = make_tiles(16, 64), make_tiles(64, 32, is_swapped=False)
+FEW_ROWS = _FEW_ROWS.block_m
+_LONG = 4096
+"""Fewest inputs for which few rows gain from one more stage."""
+
+
+def cut_raw(product: Product, chip: Chip) -> SplitTiles:
+    """Returns the tiles of a few rows times raw weights. Float32 outputs were measured with the
+    usual number of stages only."""
+    weight, tiles = product.weight, _MORE_ROWS
+    if product.num_rows <= FEW_ROWS:
+        is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
+        tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
+    tiles = tiles.fitted(chip)
+    split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
+    return SplitTiles(tiles=tiles, split_k=split_k)
+
+
+_INVARIANT = make_tiles(64, 64, block_k=64, is_swapped=False)
+"""Tiles of raw weights in one order for any number of rows: larger tiles return the same sums,
+other instructions may not."""
+_INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
+
+
+def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
+    """Returns the tiles of raw weights in one order for any number of rows. Few rows get narrow
+    tiles, one for every SM."""
+    num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
+    if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
+        tiles = _INVARIANT_MANY
+    elif num_rows <= _INVARIANT.block_m:
+        block_n = 1 << max(4, (num_outputs // chip.num_sms).bit_length() - 1)
+        tiles = replace(_INVARIANT, block_n=min(block_n, _INVARIANT.block_n))
+    return SplitTiles(tiles=tiles.fitted(chip), split_k=1)

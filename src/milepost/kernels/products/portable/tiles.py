@@ -69,7 +69,7 @@ def num_programs(num_sms: int) -> int:
     return 1 << (num_sms.bit_length() - 1)
 
 
-def _tiles(
+def make_tiles(
     block_m: int,
     block_n: int,
     num_warps: int = 4,
@@ -78,6 +78,7 @@ def _tiles(
     block_k: int = BLOCK,
     is_swapped: bool = True,
 ) -> Tiles:
+    """Returns tiles; most have the weight as the left operand."""
     return Tiles(
         block_m=block_m,
         block_n=block_n,
@@ -88,9 +89,6 @@ def _tiles(
     )
 
 
-# --- raw weights, few rows ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTiles:
     """Tiles, and parts along the inputs."""
@@ -99,61 +97,28 @@ class SplitTiles:
     split_k: int
 
 
-_FEW_ROWS, _MORE_ROWS = _tiles(16, 64), _tiles(64, 32, is_swapped=False)
-FEW_ROWS = _FEW_ROWS.block_m
-_LONG = 4096
-"""Fewest inputs for which few rows gain from one more stage."""
-
-
-def cut_raw(product: Product, chip: Chip) -> SplitTiles:
-    """Returns the tiles of a few rows times raw weights. Float32 outputs were measured with the
-    usual number of stages only."""
-    weight, tiles = product.weight, _MORE_ROWS
-    if product.num_rows <= FEW_ROWS:
-        is_long = weight.num_inputs >= _LONG and product.epilogue is not Epilogue.FLOAT32
-        tiles = replace(_FEW_ROWS, num_stages=5) if is_long else _FEW_ROWS
-    tiles = tiles.fitted(chip)
-    split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
-    return SplitTiles(tiles=tiles, split_k=split_k)
-
-
-_INVARIANT = _tiles(64, 64, block_k=64, is_swapped=False)
-"""Tiles of raw weights in one order for any number of rows: larger tiles return the same sums,
-other instructions may not."""
-_INVARIANT_MANY = replace(_INVARIANT, block_m=128, block_n=128, num_warps=8)
-
-
-def cut_raw_invariant(product: Product, chip: Chip) -> SplitTiles:
-    """Returns the tiles of raw weights in one order for any number of rows. Few rows get narrow
-    tiles, one for every SM."""
-    num_rows, num_outputs, tiles = product.num_rows, product.weight.num_outputs, _INVARIANT
-    if num_rows > _INVARIANT_MANY.block_m and num_outputs > FEW_OUTPUTS:
-        tiles = _INVARIANT_MANY
-    elif num_rows <= _INVARIANT.block_m:
-        block_n = 1 << max(4, (num_outputs // chip.num_sms).bit_length() - 1)
-        tiles = replace(_INVARIANT, block_n=min(block_n, _INVARIANT.block_n))
-    return SplitTiles(tiles=tiles.fitted(chip), split_k=1)
-
-
 # --- quantised weights ----------------------------------------------------------------------------
 
-FEW = _tiles(16, 128, is_swapped=False)
+FEW = make_tiles(16, 128, is_swapped=False)
 SOME, MORE = replace(FEW, block_m=32), replace(FEW, block_m=64)
 MANY = replace(FEW, block_m=128, num_warps=8)
+_FEW_SPLIT = replace(FEW, block_n=256, num_warps=8)
+"""Tiles of up to 16 rows of FP8 that are multiplied with split-K."""
 OF_TENSOR_MEMORY = {MORE: replace(MORE, num_warps=8), MANY: replace(MANY, block_n=64)}
 """Tiles on sm_100, where a step's products are read from tensor memory to be scaled: each thread
 spills 650 to 1,200 bytes with the other tiles, and none with these."""
 
-_EIGHT, _SIXTEEN, _THIRTY_TWO = _tiles(8, 128, 8), _tiles(16, 128, 8), _tiles(32, 64, 4)
-_SIXTY_FOUR, _SIXTY_FOUR_SPLIT = _tiles(64, 64, 4, 3), _tiles(64, 128, 8, 3)
+_EIGHT, _SIXTEEN, _THIRTY_TWO = make_tiles(8, 128, 8, 3), make_tiles(16, 128, 8), make_tiles(32, 64)
+_SIXTY_FOUR, _SIXTY_FOUR_SPLIT = make_tiles(64, 64, 4, 3), make_tiles(64, 128, 8, 3)
 """Tiles of four-bit weights, by their number of rows; the last ones are for split-K."""
 _SPLIT_OUTPUTS = 4096
-"""Most outputs of four-bit weights that are multiplied with split-K."""
-_WIDE = replace(_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
-_FEW_EXPERT = _tiles(8, 64, 4), _tiles(8, 128, 4)
-_FEW_INT4, _FEW_FP4 = (replace(_tiles(8, 64, 4, stages), steps=2) for stages in (3, 2))
+"""Most outputs of weights in four bits, or in FP8, that are multiplied with split-K."""
+_WIDE = replace(make_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
+_WIDE_UNITS = 4 * BLOCK
+_FEW_EXPERT = make_tiles(8, 64, 4), make_tiles(8, 128, 4)
+_FEW_INT4, _FEW_FP4 = (replace(make_tiles(8, 64, 4, stages), steps=2) for stages in (3, 2))
 """Tiles of both projections of experts with few rows, and of first ones with longer rounds."""
-_MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, _tiles(16, 64, 2), _tiles(8, 64, 4)
+_MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, make_tiles(16, 64, 2), make_tiles(8, 64, 4)
 """Fewest outputs for which nine to sixteen rows of Int4 get narrow tiles: one tile of all rows,
 whose weights are unpacked once, or two where groups are so small that weights are scaled first."""
 _FEW_EACH = 6
@@ -203,10 +168,13 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
     """Returns the tiles of quantised weights for any number of rows."""
     weight, num_rows = product.weight, product.num_rows
     tiles, split_k = choose_gemm(num_rows, weight, chip), 1
+    has_parts = product.epilogue is Epilogue.PARTIALS and not product.is_whole
+    is_narrow = weight.form is Fp8 and weight.num_outputs <= _SPLIT_OUTPUTS
+    if tiles == FEW and has_parts and is_narrow and chip.has_wide_mma:
+        tiles = _FEW_SPLIT
     if chip.capability[0] == 10 and weight.form is not W4A4:
         tiles = OF_TENSOR_MEMORY.get(tiles, tiles)
     tiles = tiles.fitted(chip, num_bytes=1 if weight.form in (Int8, W4A4) else 2)
-    has_parts = product.epilogue is Epilogue.PARTIALS and not product.is_whole
     if num_rows <= MORE.block_m and has_parts:
         split_k = choose_split_k(weight.num_outputs, weight.num_inputs, tiles, chip.num_sms)
     return SplitTiles(tiles=tiles, split_k=split_k)
@@ -214,10 +182,10 @@ def cut_quantised(product: Product, chip: Chip) -> SplitTiles:
 
 # --- grouped experts ------------------------------------------------------------------------------
 
-_LARGE = _tiles(64, 128, block_k=64, is_swapped=False)
+_LARGE = make_tiles(64, 128, block_k=64, is_swapped=False)
 _REGIMES = (
-    (10, _tiles(16, 64, num_stages=3), _tiles(16, 128, num_stages=3)),
-    (32, _tiles(32, 64, num_stages=5, block_k=64), replace(_LARGE, block_m=32)),
+    (10, make_tiles(16, 64, num_stages=3), make_tiles(16, 128, num_stages=3)),
+    (32, make_tiles(32, 64, num_stages=5, block_k=64), replace(_LARGE, block_m=32)),
     (float("inf"), _LARGE, _LARGE),
 )
 """Tiles of both projections, with the most rows per expert, on average, that they serve."""
@@ -225,7 +193,7 @@ _SEARCHED = replace(_REGIMES[0][1], block_k=64, num_stages=5), _REGIMES[0][2]
 """Tiles of both projections for tokens that are not grouped by expert."""
 _NARROWEST = 32
 """Fewest outputs of a tile that has the order of larger ones."""
-_FLOAT32 = _tiles(16, 32, num_stages=2, block_k=32, is_swapped=False)
+_FLOAT32 = make_tiles(16, 32, num_stages=2, block_k=32, is_swapped=False)
 """Tiles for float32, which tensor cores do not multiply exactly."""
 
 
@@ -253,7 +221,9 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
 def choose_many(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     """Returns the tiles of both projections of four-bit experts with many rows each."""
     # With a sum less in its registers, an SM runs three programs instead of two if memory allows.
-    down = replace(_WIDE, num_stages=2)
+    # Experts of 512 units have four steps, which are faster in one round.
+    is_one_round = isinstance(routed.down, Int4) and routed.size == _WIDE_UNITS
+    down = replace(_WIDE, num_stages=2, steps=4 if is_one_round else 1)
     return _WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated), down.fitted(routed.chip)
 
 
