@@ -23,6 +23,7 @@ from milepost.kernels.platform.device import find_chip
 from milepost.kernels.products.forms.quantised import Fp4, Nibbles
 from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.layers.quantised.fp4 import Fp4Stack
+from milepost.models.kernel_list import list_kernels
 from milepost.models.loading import LoadOptions, load_model
 from milepost.parallel import ALONE
 from tests.models.test_quantization import logits
@@ -122,6 +123,16 @@ def test_chips_that_do_not_multiply_them_are_named(monkeypatch, tmp_path: Path) 
     for arch in ("sm_100", "sm_120"):
         monkeypatch.setattr(auto, "probe", lambda _, arch=arch: find_chip(arch))
         assert load_options_of(config, stored, torch.device("cuda"), ALONE).fp4_activations
+
+
+def test_the_table_of_kernels_lists_them() -> None:
+    model = "bench/models/hybrid-35b-a3b-nvfp4"
+    rows = list(list_kernels(model, "sm_120", None, fp4_activations=True))
+    served = {row[3] for row in rows if row[1].startswith("w4a4")}
+    assert {"w4a4 gemm", "w4a4 grouped"} <= {name.partition(",")[0] for name in served}
+    assert not any(row[1].startswith("fp4") for row in rows)
+    with pytest.raises(ConfigError, match="sm_89 does not multiply"):
+        next(list_kernels(model, "sm_89", None, fp4_activations=True))
 
 
 def test_the_bitwise_mode_has_no_such_kernel() -> None:

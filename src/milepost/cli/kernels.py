@@ -26,6 +26,7 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         chip: Annotated[str, Parameter(help="Such as sm_89; by default this machine's.")] = "",
         quantization: Literal["fp8"] | None = None,
         hopper_kernels: bool = True,
+        fp4_activations: bool = False,
     ) -> None:
         """Show which kernels multiply the model's weights, by the number of tokens of a step, and
         which kernels attend, by the tokens of a sequence, and which run its recurrences, by the
@@ -43,7 +44,8 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
         for column in COLUMNS:
             table.add_column(column)
         with allowed(hopper_kernels):
-            for cells in list_kernels(model, chip, quantization):
+            asked = {"fp4_activations": fp4_activations}
+            for cells in list_kernels(model, chip, quantization, **asked):
                 table.add_row(*cells)
         screen.reports.print(table)
 

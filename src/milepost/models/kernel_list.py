@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from milepost.kernels.attention.table import Served, heads_served, latents_served
-from milepost.kernels.platform.device import Chip, find_chip, present_chip
+from milepost.kernels.platform.device import Chip, find_chip, present_chip, require_fp4
 from milepost.kernels.platform.tables import KernelTable, P
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms import Epilogue, Matrix
@@ -34,12 +34,17 @@ _PROBED = (*range(1, 130), 160, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = ("weight", "form, O x I", "tokens", "kernel", "order", "instead of")
 
 
-def list_kernels(model: str, chip_name: str, quantization: str | None) -> Iterator[tuple[str, ...]]:
+def list_kernels(
+    model: str, chip_name: str, quantization: str | None, *, fp4_activations: bool = False
+) -> Iterator[tuple[str, ...]]:
     """Yields rows of a table with the columns `COLUMNS`. Raises ConfigError and the errors of
     `outline`."""
     chip = find_chip(chip_name) if chip_name else present_chip()
+    if fp4_activations:
+        require_fp4(chip)
     folder = find_folder(model, revision=None, with_weights=False)
-    decoder, _ = outline(folder, LoadOptions(quantization=quantization))
+    options = LoadOptions(quantization=quantization, fp4_activations=fp4_activations)
+    decoder, _ = outline(folder, options)
     seen: set[object] = set()
     layers = [(f"layer {index}", layer) for index, layer in enumerate(decoder.layers)]
     for owner, layer in (*layers, ("lm_head", decoder.lm_head)):

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from milepost.config import DType, EngineConfig
 from milepost.engine.assembly.images import takes_images
 from milepost.errors import ConfigError
-from milepost.kernels.platform.device import probe
+from milepost.kernels.platform.device import probe, require_fp4
 from milepost.kernels.platform.tensors import FP8
 from milepost.models.folder import EMBEDDED_MODEL, find_folder
 from milepost.models.loading import Head, LoadOptions
@@ -80,11 +80,8 @@ def load_options_of(
 def _rounds_to_fp4(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether activations are rounded to four bits. Raises ConfigError if they are to be,
     and the device cannot multiply them; a CPU runs the definition."""
-    if config.fp4_activations and device.type == "cuda" and not probe(device).has_fp4:
-        raise ConfigError(
-            f"fp4_activations: {probe(device).arch} does not multiply four-bit floats, sm_100 and "
-            "sm_120 do; leave it out"
-        )
+    if config.fp4_activations and device.type == "cuda":
+        require_fp4(probe(device))
     return config.fp4_activations
 
 

@@ -262,6 +262,15 @@ def find_chip(name: str) -> Chip:
     return CHIPS[name][1]
 
 
+def require_fp4(chip: Chip) -> None:
+    """Raises ConfigError for a chip that does not multiply four-bit floats."""
+    if not chip.has_fp4:
+        raise ConfigError(
+            f"fp4_activations: {chip.arch} does not multiply four-bit floats, sm_100 and sm_120 "
+            "do; leave it out"
+        )
+
+
 def present_memory() -> int:
     """Returns the bytes of this machine's GPU; without one those of the usual large one."""
     if not torch.cuda.is_available():
