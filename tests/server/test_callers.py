@@ -186,8 +186,10 @@ def test_paths_that_are_none_say_so_to_clients_alone():
     assert asked(config, requests) == [401, 401, 404]
 
 
-def test_a_slash_at_the_end_changes_nothing():
+def test_more_slashes_change_nothing():
+    """`http://host/v1/` and `/models` make two in a row."""
     paths = ["/health/", "/v1/models/", "/api/v1/models/", *["/api/"] * is_installed("page")]
+    paths += ["/v1//models", "//v1/models", "//api//v1/models//"]
     assert set(asked(ServerConfig(root_path="/api"), [("GET", path, "") for path in paths])) == {
         200
     }

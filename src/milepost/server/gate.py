@@ -242,11 +242,12 @@ def _check_path(path: str) -> None:
 
 
 def _routed(path: str, root: str) -> dict[str, Any]:
-    """Returns the path with and without the root, whether or not the proxy in front removed it. A
-    slash at the end is ignored."""
+    """Returns the path with and without the root, whether or not the proxy in front removed it.
+    Slashes at the end are ignored, and several in a row are one: base addresses often end with one.
+    """
+    path = "/" + "/".join(filter(None, path.split("/")))
     if root and (path == root or path.startswith(f"{root}/")):
-        path = path[len(root) :]
-    path = path.rstrip("/") or "/"
+        path = path[len(root) :] or "/"
     return {"root_path": root, "path": root + path, "milepost.path": path}
 
 
