@@ -2,10 +2,11 @@
 Its modules:
 
     one answer's masks          guide, guidance, restrictions
-    forms as grammars           grammars
+    forms as grammars           grammars, formats
     in a process of its own     process
 """
 
+from milepost.engine.constraints.formats import without_unknown_formats
 from milepost.engine.constraints.grammars import (
     JSON_OPTIONS,
     CompiledForm,
@@ -42,4 +43,5 @@ __all__ = [
     "think_ids",
     "vocabulary_of",
     "without",
+    "without_unknown_formats",
 ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from milepost.engine.constraints.formats import without_unknown_formats
 from milepost.errors import ConfigError, InvalidRequestError, missing
 from milepost.structured_outputs import StructuredOutputs
 
@@ -114,7 +115,10 @@ def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
     """Returns the kind and text of a form. Equal forms have equal texts."""
     if wanted.json is not None:
         schema = wanted.json
-        return "json", schema if isinstance(schema, str) else json.dumps(schema)
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if '"format"' in text and len(text) <= MAX_GRAMMAR_LEN:
+            text = json.dumps(without_unknown_formats(json.loads(text)))
+        return "json", text
     if wanted.regex is not None:
         return "regex", wanted.regex
     if wanted.grammar is not None:

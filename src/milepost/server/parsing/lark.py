@@ -50,10 +50,11 @@ def _escaped(match: re.Match[str]) -> str:
 def json_value(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """Returns a rule for a JSON value of a schema. Keywords that llguidance does not know are
     ignored, or with `is_strict` make it refuse the schema."""
-    from milepost.engine.constraints import JSON_OPTIONS  # imports numpy; --help needs none
+    # imports numpy; --help needs none
+    from milepost.engine.constraints import JSON_OPTIONS, without_unknown_formats
 
     options = {**JSON_OPTIONS, "lenient": not is_strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**without_unknown_formats(schema), 'x-guidance': options})}"
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:
