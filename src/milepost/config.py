@@ -201,7 +201,8 @@ class EngineConfig(ImageConfig):
                 gib is None or 0 < gib < _MOST_GIB,
                 f"{name}={gib}: use more than 0 and less than 2**40, or leave it out",
             )
-        require(self.cache_dir != "", "cache_dir='': name a directory, or leave it out")
+        for name in ("model", "tokenizer", "revision", "cache_dir", "record_plans", "record_trace"):
+            require(getattr(self, name) != "", f"{name}='': name one, or leave it out")
         wait_s = self.max_queue_wait_s
         require(wait_s is None or 0 < wait_s < inf, f"max_queue_wait_s={wait_s}: use more than 0")
         flush_s = self.cache_flush_timeout_s
