@@ -1,3 +1,4 @@
+import shlex
 import signal
 import subprocess
 import sys
@@ -176,6 +177,20 @@ def test_ctrl_c_while_the_command_line_is_imported_says_nothing():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_closed_streams_lead_nowhere(tmp_path):
+    """And no socket and no child gets their numbers."""
+    script = (
+        "import os, socket, subprocess, sys, milepost.__main__ as entry\n"
+        "entry.open_streams()\n"
+        "print(sys.stdin.read()); print('lost', file=sys.stderr, flush=True)\n"
+        "shown = subprocess.run('readlink /proc/self/fd/[012] > found', shell=True)\n"
+        "sys.exit(shown.returncode or socket.socket().fileno() < 3)"
+    )
+    command = f"exec {sys.executable} -c {shlex.quote(script)} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "found").read_text().split()[::2] == ["/dev/null"] * 2
 
 
 def test_version_and_help_need_no_torch():
