@@ -71,7 +71,8 @@ def models(service: Service) -> dict[str, Any]:
 def model(service: Service, name: str) -> dict[str, Any]:
     """Returns one served model."""
     since = datetime.fromtimestamp(service.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "id": name, "display_name": name, "created_at": since}
+    named = {"type": "model", "id": name, "display_name": name}
+    return {**named, "created_at": since, "lifecycle": "active"}
 
 
 async def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:

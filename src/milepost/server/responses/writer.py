@@ -133,7 +133,7 @@ class Writer:
         usage = self._turn.generation.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": self._turn.answers[0].num_reasoning_tokens
