@@ -26,12 +26,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from itertools import islice
 from math import log, log2
 
 from milepost.cache.eviction.return_rates import MAX_RETURNS, Cuts, ReturnRates
 from milepost.cache.placement import SPARSE, Kind, floor
-from milepost.cache.tree import MAX_TAILS_COMPARED, Chain, Checkpoint, End, Node, num_tokens
+from milepost.cache.tree import Chain, Checkpoint, End, Node, num_tokens
 
 EVEN_ODDS = log(4 / 3)
 """Expected returns above which a path counts as likely to be asked for: there, one return is a
@@ -248,7 +247,7 @@ def _has_parted(chain: Chain, node: Node, position: int) -> bool:
     own = chain.content(start, position)
     if position == start or own in node.checkpoints or own == node.evicted_tail:
         return False
-    known = [node.evicted_tail or b"", *islice(reversed(node.checkpoints), MAX_TAILS_COMPARED)]
+    known = [node.evicted_tail or b"", *(checkpoint.tail for checkpoint in node.newest())]
     return any(num_tokens(tail) == position - start for tail in known)
 
 

@@ -21,7 +21,7 @@ from milepost.cache.tree.kinds import (
     window_of,
     window_pages,
 )
-from milepost.cache.tree.links import MAX_TAILS_COMPARED, upwards
+from milepost.cache.tree.links import upwards
 from milepost.cache.tree.matching import Finder, Match
 from milepost.cache.tree.nodes import Checkpoint, End, Node, Reservation
 from milepost.cache.tree.outbox import Outbox
@@ -29,7 +29,6 @@ from milepost.cache.tree.path import Path
 
 __all__ = [
     "HYBRID",
-    "MAX_TAILS_COMPARED",
     "TOKEN_BYTES",
     "CacheConfig",
     "Chain",

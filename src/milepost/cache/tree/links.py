@@ -10,13 +10,8 @@ what recomputing them costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
-from milepost.cache.tree.nodes import Checkpoint, Node
-
-MAX_TAILS_COMPARED = 8
-"""Number of tails compared, the newest ones: thousands of short prompts may end inside the same
-page."""
+from milepost.cache.tree.nodes import Checkpoint
 
 
 def link(checkpoint: Checkpoint) -> list[Checkpoint]:
@@ -71,7 +66,7 @@ def _nearest_above(checkpoint: Checkpoint) -> Checkpoint | None:
         if node.checkpoints:
             shallower = [
                 other
-                for other in _newest(node)
+                for other in node.newest()
                 if other is not checkpoint and following.startswith(other.tail)
             ]
             if shallower:
@@ -82,18 +77,12 @@ def _nearest_above(checkpoint: Checkpoint) -> Checkpoint | None:
 
 def _nearest_below(checkpoint: Checkpoint) -> list[Checkpoint]:
     node, tail = checkpoint.node, checkpoint.tail
-    here = [c for c in _newest(node) if c is not checkpoint and c.tail.startswith(tail)]
+    here = [c for c in node.newest() if c is not checkpoint and c.tail.startswith(tail)]
     child = node.last_child
     if child is not None and not child.content.startswith(tail):
         return here
     while child is not None and child.num_reaching:
         if child.checkpoints:
-            return here + _newest(child)
+            return here + child.newest()
         child = child.last_child
     return here
-
-
-def _newest(node: Node) -> list[Checkpoint]:
-    newest = list(islice(reversed(node.checkpoints.values()), MAX_TAILS_COMPARED))
-    newest.reverse()
-    return newest

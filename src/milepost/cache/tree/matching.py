@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
 from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import CacheConfig, longest_usable
-from milepost.cache.tree.links import MAX_TAILS_COMPARED
 from milepost.cache.tree.nodes import Checkpoint, Node
 from milepost.cache.tree.path import Path
 
@@ -142,6 +140,6 @@ class Finder:
             return 0
         start = path.kv_length
         rest = path.chain.content(start, start + self._config.page_size)
-        known = list(islice(reversed(end.checkpoints), MAX_TAILS_COMPARED))
+        known = [checkpoint.tail for checkpoint in end.newest()]
         known += [child.content for child in end.alike(rest)]
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

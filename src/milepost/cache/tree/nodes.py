@@ -10,10 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from milepost.cache.order import Order
 from milepost.cache.tree.chain import checkpoint_key
+
+MAX_TAILS_COMPARED = 8
+"""Number of tails compared, the newest ones: thousands of short prompts may end inside the same
+page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +72,10 @@ class Node:
             self.last_child = self.children[0]
         elif self.last_child is node:
             self.last_child = None
+
+    def newest(self) -> list[Checkpoint]:
+        """Returns the newest of its checkpoints, the very newest last."""
+        return list(islice(reversed(self.checkpoints.values()), MAX_TAILS_COMPARED))[::-1]
 
     def ancestors(self) -> Iterator[Node]:
         """Yields this node, then its parents up to the root."""

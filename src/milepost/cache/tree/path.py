@@ -31,12 +31,7 @@ class Path:
     @cached_property
     def nodes(self) -> Sequence[Node]:
         """The matching nodes without the root, the shallowest first."""
-        run, node = [], self.end
-        while node is not None and node.parent is not None:
-            run.append(node)
-            node = node.parent
-        run.reverse()
-        return run
+        return [node for node in self._upwards() if node.parent is not None][::-1]
 
     @cached_property
     def pages(self) -> list[int]:
