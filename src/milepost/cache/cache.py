@@ -26,6 +26,7 @@ from milepost.cache.tree import (
     Outbox,
     Reservation,
     Tree,
+    grid_of,
 )
 from milepost.pictures import Picture
 
@@ -63,7 +64,7 @@ class Cache:
             kinds=kinds,
             mode=mode,
             block_size=block_size,
-            grid=grid,
+            grid=grid if grid is not None else grid_of(kinds),
             bitwise=bitwise,
         )
         self.page_size = page_size

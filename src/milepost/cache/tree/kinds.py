@@ -7,7 +7,7 @@ more class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
@@ -126,30 +126,27 @@ def num_window_pages(
     return num_states * window_pages(window, page_size) + under_way
 
 
+@dataclass(slots=True, kw_only=True)
 class CacheConfig:
-    """Configuration of a cache: tokens per page, kinds of layers, mode. `grid` replaces that of the
-    kinds, for comparisons. A `bitwise` cache shares only what prefills leave on the grid."""
+    """Configuration of a cache: tokens per page, kinds of layers, mode, the grid of all kinds. A
+    `bitwise` cache shares only what prefills leave on the grid."""
 
-    def __init__(
-        self,
-        *,
-        page_size: int,
-        kinds: tuple[LayerKind, ...],
-        mode: Mode,
-        block_size: int,
-        grid: int | None,
-        bitwise: bool,
-    ) -> None:
-        self.page_size = page_size
-        self.kinds = kinds
-        self.mode = mode
-        self.block_size = block_size
-        self.grid = grid if grid is not None else grid_of(kinds)
-        self.bitwise = bitwise
-        self.max_rounded_off = 1.0 if bitwise else MAX_ROUNDED_OFF
-        self.enabled = mode != "none"
-        self.slots_each = 1 if any(kind.where == "slot" for kind in kinds) else 0
-        """Number of slots per running request: 0 in models without states in slots."""
-        self.window = window_of(kinds)
-        are_beside = any(kind.where == "page" for kind in kinds)
+    page_size: int
+    kinds: tuple[LayerKind, ...]
+    mode: Mode
+    block_size: int
+    grid: int
+    bitwise: bool
+    max_rounded_off: float = field(init=False)
+    enabled: bool = field(init=False)
+    slots_each: int = field(init=False)
+    """Number of slots per running request: 0 in models without states in slots."""
+    window: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_rounded_off = 1.0 if self.bitwise else MAX_ROUNDED_OFF
+        self.enabled = self.mode != "none"
+        self.slots_each = int(any(kind.where == "slot" for kind in self.kinds))
+        self.window = window_of(self.kinds)
+        are_beside = any(kind.where == "page" for kind in self.kinds)
         assert not (self.window and are_beside), "what lies beside pages goes with no state"

@@ -63,17 +63,9 @@ class Outbox:
         """Records a cached state. It makes `num_reached` nodes reachable, from its own upwards."""
         if not self.is_open:
             return
-        self._events.append(
-            StateCached(
-                key=checkpoint.key,
-                parent=checkpoint.node.digest,
-                tokens=checkpoint.tail,
-                position=checkpoint.position,
-                id=checkpoint.slot,
-                tail_page=checkpoint.tail_page,
-                kind=checkpoint.kind,
-            )
-        )
+        slot, page, kind = checkpoint.slot, checkpoint.tail_page, checkpoint.kind
+        facts = _facts_of_state(checkpoint)
+        self._events.append(StateCached(id=slot, tail_page=page, kind=kind, **facts))
         self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
     def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
@@ -81,12 +73,7 @@ class Outbox:
         own upwards."""
         if not self.is_open:
             return
-        facts = {
-            "key": checkpoint.key,
-            "parent": checkpoint.node.digest,
-            "tokens": checkpoint.tail,
-            "position": checkpoint.position,
-        }
+        facts = _facts_of_state(checkpoint)
         self._depart("state", checkpoint.slot, score, windows=checkpoint.windows, **facts)
         if checkpoint.tail_page is not None:
             self._depart("tail", checkpoint.tail_page, score, **facts)
@@ -134,6 +121,16 @@ class Outbox:
             "position": parent.depth * self._page_size,
             "is_salted": run[0].is_salted,
         }
+
+
+def _facts_of_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Fields that events about a state share."""
+    return {
+        "key": checkpoint.key,
+        "parent": checkpoint.node.digest,
+        "tokens": checkpoint.tail,
+        "position": checkpoint.position,
+    }
 
 
 def _upwards(node: Node, num: int) -> list[Node]:
