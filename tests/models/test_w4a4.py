@@ -4,6 +4,7 @@ calibrated, and is refused by name where that cannot be."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from milepost.engine.assembly.bitwise import refuse_settings
 from milepost.engine.assembly.rank import identity_of
 from milepost.engine.assembly.sizing import pool_shape
 from milepost.errors import ConfigError
+from milepost.kernels.platform import device
 from milepost.kernels.platform.device import find_chip
 from milepost.kernels.products.forms.quantised import Fp4, Nibbles
 from milepost.kernels.products.forms.w4a4 import W4A4
@@ -116,12 +118,15 @@ def test_a_projection_without_a_scale_is_named(tmp_path: Path) -> None:
 def test_chips_that_do_not_multiply_them_are_named(monkeypatch, tmp_path: Path) -> None:
     stored = write_checkpoint("qwen3_5", tmp_path, "nvfp4")
     config = EngineConfig(model=str(stored), fp4_activations=True)
-    for arch in ("sm_80", "sm_89", "sm_90", "gfx950"):
-        monkeypatch.setattr(auto, "probe", lambda _, arch=arch: find_chip(arch))
-        with pytest.raises(ConfigError, match=f"fp4_activations: {arch}"):
+    monkeypatch.setattr(device, "triton_version", lambda: (3, 7))
+    spark = replace(find_chip("sm_120"), arch="sm_121", capability=(12, 1))
+    for chip in (*map(find_chip, ("sm_80", "sm_89", "sm_90", "gfx950")), spark):
+        monkeypatch.setattr(auto, "probe", lambda _, chip=chip: chip)
+        with pytest.raises(ConfigError, match=f"fp4_activations.*for {chip.arch}"):
             load_options_of(config, stored, torch.device("cuda"), ALONE)
-    for arch in ("sm_100", "sm_120"):
-        monkeypatch.setattr(auto, "probe", lambda _, arch=arch: find_chip(arch))
+    for chip, minor in ((find_chip("sm_100"), 6), (find_chip("sm_120"), 6), (spark, 8)):
+        monkeypatch.setattr(auto, "probe", lambda _, chip=chip: chip)
+        monkeypatch.setattr(device, "triton_version", lambda minor=minor: (3, minor))
         assert load_options_of(config, stored, torch.device("cuda"), ALONE).fp4_activations
 
 
@@ -131,7 +136,7 @@ def test_the_table_of_kernels_lists_them() -> None:
     served = {row[3] for row in rows if row[1].startswith("w4a4")}
     assert {"w4a4 gemm", "w4a4 grouped"} <= {name.partition(",")[0] for name in served}
     assert not any(row[1].startswith("fp4") for row in rows)
-    with pytest.raises(ConfigError, match="sm_89 does not multiply"):
+    with pytest.raises(ConfigError, match="no products of four-bit floats for sm_89"):
         next(list_kernels(model, "sm_89", None, fp4_activations=True))
 
 

@@ -69,8 +69,10 @@ class Chip:
 
     @property
     def has_fp4(self) -> bool:
-        """Whether the chip multiplies four-bit floats, e2m1, with scales of groups."""
-        return self.capability[0] in (10, 12)
+        """Whether Triton has the chip's products of four-bit floats, e2m1, with scales of groups.
+        Those of sm_121 came with 3.8."""
+        major, minor = self.capability
+        return major == 10 or (major == 12 and (minor == 0 or triton_version() >= (3, 8)))
 
     @property
     def rounds_to_fp8(self) -> bool:
@@ -263,11 +265,11 @@ def find_chip(name: str) -> Chip:
 
 
 def require_fp4(chip: Chip) -> None:
-    """Raises ConfigError for a chip that does not multiply four-bit floats."""
+    """Raises ConfigError for a chip without products of four-bit floats."""
     if not chip.has_fp4:
         raise ConfigError(
-            f"fp4_activations: {chip.arch} does not multiply four-bit floats, sm_100 and sm_120 "
-            "do; leave it out"
+            "fp4_activations: Triton {}.{} has no products of four-bit floats for {}; leave it "
+            "out".format(*triton_version(), chip.arch)
         )
 
 
