@@ -31,6 +31,7 @@ from milepost.kernels.attention.tiles import UNIT
 from milepost.kernels.platform.tables import KernelTable
 from milepost.kernels.products.expert_table import EXPERTS
 from milepost.kernels.products.forms.quantised import Fp4, Fp8, Int4, Int8
+from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.kernels.products.table import PRODUCTS
 from milepost.server.config import ServerConfig
 from milepost.server.metrics import RequestMetrics
@@ -196,8 +197,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/metrics.md": {"metrics": metrics},
     "docs/quantization.md": {
-        "quantised products": lambda: products(PRODUCTS, (Fp8, Int8, Int4, Fp4)),
-        "quantised experts": lambda: products(EXPERTS, (Fp8, Int8, Int4, Fp4)),
+        "quantised products": lambda: products(PRODUCTS, (Fp8, Int8, Int4, Fp4, W4A4)),
+        "quantised experts": lambda: products(EXPERTS, (Fp8, Int8, Int4, Fp4, W4A4)),
     },
 }
 
