@@ -44,7 +44,7 @@ def test_short_convolutions_compile(found):
     }
 
 
-_CHUNK_O = "recurrent.portable.chunk_o._chunk_fwd_o_kernel"
+_CHUNK_O = "recurrent.portable.delta._chunk_fwd_o_kernel"
 TOO_LARGE = {("olmo_hybrid", "sm_80", "float32"): {_CHUNK_O}}
 """States of 128 x 256 in float32 beside a chunk's tokens: 192 KiB, where an A100 has 163."""
 

@@ -5,12 +5,12 @@ A prefill with the delta rule (Gated DeltaNet, KDA) takes four launches. Those o
 
 1. `conv.convolve_heads`: a head of a tile in each program; queries, keys and values, ready for the
    rule.
-2. `wy.wy_fwd`: a value head of a chunk; all that does not depend on the state before it. For KDA
+2. `delta.wy_fwd`: a value head of a chunk; all that does not depend on the state before it. For KDA
    that is `intra.intra`, which also multiplies decays into queries and keys, so nobody after it
    needs them channel by channel.
 3. `chunk_h`: some columns of a value head's state, from chunk to chunk of a sequence, in float32;
    leaves the state before every chunk, writes exports and final states.
-4. `chunk_o`: a value head of a chunk; outputs, then the gated norm.
+4. `delta.chunk_fwd_o`: a value head of a chunk; outputs, then the gated norm.
 
 A chunk's arithmetic depends on nothing but its tokens and the state before it: that is what makes
 an export equal, bit for bit, the state that a prefill ending there leaves.
@@ -29,8 +29,8 @@ from milepost.kernels.platform.tables import Kernel, KernelTable
 from milepost.kernels.recurrent import DecodeLayout, VerifyLayout
 from milepost.kernels.recurrent.portable import gated_delta, mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
+from milepost.kernels.recurrent.portable.delta import wy_fwd
 from milepost.kernels.recurrent.portable.intra import intra
-from milepost.kernels.recurrent.portable.wy import wy_fwd
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     LayerStates,

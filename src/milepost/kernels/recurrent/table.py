@@ -226,7 +226,7 @@ STATES: KernelTable[MixerPart] = KernelTable(
 """Kernels that pass a prefill's states from chunk to chunk. Mamba2's two rows here and in `OUTPUTS`
 are launched together."""
 OUTPUTS: KernelTable[MixerPart] = KernelTable(
-    row("chunk_o", "recurrent.portable.chunk_o", _DELTA, "state, tokens"),
+    row("chunk_o", "recurrent.portable.delta", _DELTA, "state, tokens", entry="chunk_fwd_o"),
     row("ssd", "recurrent.portable.ssd", _SSD, "state, tokens", entry="chunk_fwd_o"),
 )
 """Kernels for the outputs of a prefill's tokens."""
