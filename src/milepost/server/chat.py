@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import ChunkWriter, send
+from milepost.server.stream import chunks, send
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
@@ -136,6 +135,8 @@ class _ChatWriter:
         self._answers = [ChoiceWriter(events) for events in turn.answers]
         self.id = id_
         self._created = int(time.time())
+        self._begun: set[int] = set()
+        """Choices that the stream has begun."""
         self._model = model
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -189,31 +190,24 @@ class _ChatWriter:
 
     # --- streamed ---------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
-        chunks = ChunkWriter(
+    def events(self) -> AsyncIterator[bytes]:
+        return chunks(
             self._head("chat.completion.chunk"),
-            self._request.stream_options,
-            self._usage,
+            self._generation.deltas(),
+            self._choices,
+            options=self._request.stream_options,
+            usage=self._usage,
             forces_usage=self._service.config.enable_force_include_usage,
         )
-        begun: set[int] = set()
-        async with aclosing(self._generation.deltas()) as arrived:
-            async for deltas in arrived:
-                choices = []
-                for index, delta in deltas:
-                    choices += self._choices(index, delta, is_first=index not in begun)
-                    begun.add(index)
-                if choices:
-                    yield chunks.of(choices)
-            yield chunks.end()
 
-    def _choices(self, index: int, delta: Delta, *, is_first: bool) -> list[dict[str, Any]]:
+    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the choices to send for a delta. The first has its logprobs, the last the finish
         reason."""
         answer = self._answers[index]
         gains = answer.feed(delta)
         logprobs = self._logprobs(delta)
-        if is_first:
+        if index not in self._begun:
+            self._begun.add(index)
             gains.insert(0, {"role": "assistant", "content": ""})
         if not gains and (logprobs or answer.finish_reason or self._request.return_token_ids):
             gains.append({})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from milepost.server.conversation import response_id, shortened
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import ChunkWriter, send, unless_disconnected
+from milepost.server.stream import chunks, send, unless_disconnected
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
@@ -144,25 +144,24 @@ class _CompletionWriter:
         body = {**self._head, "choices": choices, "usage": self._generation.usage()}
         return {**body, **self._generation.transfer()}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        usage = self._generation.usage
-        forces_usage = self._service.config.enable_force_include_usage
-        options = self._request.stream_options
-        chunks = ChunkWriter(self._head, options, usage, forces_usage=forces_usage)
-        async with aclosing(self._generation.deltas()) as arrived:
-            async for deltas in arrived:
-                choices = []
-                for index, delta in deltas:
-                    is_first = index not in self._begun
-                    choice = self._choice(index)
-                    self._extend(choice, delta)
-                    echoed = self._texts[self._number(index)] if is_first and self._texts else ""
-                    choice["text"] = echoed + delta.text
-                    if _says_something(choice):
-                        choices.append(choice)
-                if choices:
-                    yield chunks.of(choices)
-            yield chunks.end()
+    def events(self) -> AsyncIterator[bytes]:
+        return chunks(
+            self._head,
+            self._generation.deltas(),
+            self._choices,
+            options=self._request.stream_options,
+            usage=self._generation.usage,
+            forces_usage=self._service.config.enable_force_include_usage,
+        )
+
+    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the choice to send for a delta, or none."""
+        is_first = index not in self._begun
+        choice = self._choice(index)
+        self._extend(choice, delta)
+        echoed = self._texts[self._number(index)] if is_first and self._texts else ""
+        choice["text"] = echoed + delta.text
+        return [choice] if _says_something(choice) else []
 
     async def _add_prompt(self, number: int, choices: Sequence[dict[str, Any]]) -> None:
         """Adds to finished choices what they report about their prompt."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from milepost.engine.processes import Delta
 from milepost.errors import MilepostError
 from milepost.server.errors import ClientGoneError, body_of, json_response, message_of
 from milepost.server.parts import StreamOptions
@@ -36,37 +38,30 @@ def _failure(error: Exception) -> bytes:
     return event(body_of(error))
 
 
-class ChunkWriter:
-    """Writes the events of one stream. They differ only in their choice, so everything around it is
-    encoded once."""
-
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        options: StreamOptions | None,
-        usage: Callable[[], Any],
-        *,
-        forces_usage: bool,
-    ) -> None:
-        self._head = head
-        self._usage = usage
-        self._has_usage = forces_usage or bool(options and options.include_usage)
-        self._has_all_usage = self._has_usage and bool(options and options.continuous_usage_stats)
-        self._before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
-
-    def of(self, choices: Iterable[Any]) -> bytes:
-        """Returns an event for each choice."""
-        if self._has_all_usage:
-            self._after = b'],"usage":' + _ENCODER.encode(self._usage()) + b"}\n\n"
-        events = (self._before + _ENCODER.encode(choice) + self._after for choice in choices)
-        return b"".join(events)
-
-    def end(self) -> bytes:
-        """Returns the last events, with the usage if it was requested."""
-        if not self._has_usage:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self._usage()}) + DONE
+async def chunks(
+    head: Mapping[str, Any],
+    deltas: AsyncGenerator[list[tuple[int, Delta]], None],
+    choices_of: Callable[[int, Delta], list[Any]],
+    *,
+    options: StreamOptions | None,
+    usage: Callable[[], Any],
+    forces_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Yields the events of one stream, with the choices that each delta adds, and the usage if it
+    was requested. Events differ only in their choice, so everything around it is encoded once."""
+    has_usage = forces_usage or bool(options and options.include_usage)
+    has_all_usage = has_usage and bool(options and options.continuous_usage_stats)
+    before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
+    after = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+    async with aclosing(deltas) as arrived:
+        async for several in arrived:
+            choices = [choice for pair in several for choice in choices_of(*pair)]
+            if choices and has_all_usage:
+                after = b'],"usage":' + _ENCODER.encode(usage()) + b"}\n\n"
+            if choices:
+                yield b"".join(before + _ENCODER.encode(choice) + after for choice in choices)
+        last = event({**head, "choices": [], "usage": usage()}) if has_usage else b""
+        yield last + DONE
 
 
 class EventStream(Response):
