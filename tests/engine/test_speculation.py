@@ -14,8 +14,8 @@ import torch
 from msgspec import structs
 
 from milepost import LLM
-from milepost.engine.assembly.drafting import num_drafts_of
 from milepost.engine.assembly.setup import build
+from milepost.engine.assembly.sizing import num_drafts_of
 from milepost.engine.processes.stream import joined
 from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
@@ -492,7 +492,7 @@ def _accepts_one_more(monkeypatch):
 
     monkeypatch.setattr(in_flight, "accept_equal", wrong)
     monkeypatch.setattr(runner, "accept_equal", wrong)
-    monkeypatch.setattr("milepost.engine.assembly.drafting.accept_equal", wrong)
+    monkeypatch.setattr("milepost.engine.assembly.rank.accept_equal", wrong)
 
 
 @pytest.mark.parametrize("break_it", [_folds_one_less, _shifts_rows, _accepts_one_more])

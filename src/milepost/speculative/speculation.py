@@ -9,13 +9,18 @@ steps (`Request.awaits_drafts`); the others run ahead as usual.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from milepost.scheduler.plans import StepPlan
 from milepost.scheduler.request import Request
 from milepost.scheduler.scheduler import Scheduler
-from milepost.speculative.drafter import Drafter, DraftWish, HeadDrafter
-from milepost.speculative.policy import Policy, Standing, Verified
+from milepost.speculative.drafter import Drafter, DraftWish, FirstOf, HeadDrafter
+from milepost.speculative.lookup import NgramDrafter, SuffixDrafter
+from milepost.speculative.policy import Adaptive, Always, Policy, Standing, Verified
+from milepost.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 AllowedDrafts = Callable[[Request, Sequence[int]], Sequence[int]]
 """Returns the part of a request's drafts that its output constraint allows."""
@@ -99,3 +104,37 @@ class Speculation:
         """Forgets a request that is over."""
         self.drafter.forget(request)
         self.policy.forget(request.number)
+
+
+def speculation_of(
+    wanted: SpeculativeConfig | None, scheduler: Scheduler, num_drafts: int, *, has_head: bool
+) -> Speculation | None:
+    """Returns what drafts for the scheduler's requests; None if nothing is drafted."""
+    if wanted is None or not num_drafts:
+        return None
+    if wanted.rejection_sample_method == "synthetic":
+        logger.warning("speculative_config: drafts are accepted at random, answers are wrong")
+    head = HeadDrafter() if has_head else None
+    policy = Adaptive(wanted.num_tokens) if wanted.adaptive else Always(wanted.num_tokens)
+    return Speculation(drafter_of(wanted, head), policy, scheduler, head)
+
+
+def drafter_of(config: SpeculativeConfig, head: HeadDrafter | None = None) -> Drafter:
+    """Builds the drafter of a configuration; `head` is the model's own, if it has one."""
+    drafters: list[Drafter] = []
+    for method in config.methods:
+        if method == "suffix":
+            drafters.append(
+                SuffixDrafter(
+                    depth=config.suffix_decoding_max_tree_depth,
+                    factor=config.suffix_decoding_max_spec_factor,
+                    min_prob=config.suffix_decoding_min_token_prob,
+                    max_answers=config.suffix_decoding_max_cached_requests,
+                )
+            )
+        elif method == "ngram":
+            drafters.append(NgramDrafter(*config.lookup))
+        else:
+            assert head is not None, "a head that is asked for is there"
+            drafters.append(head)
+    return drafters[0] if len(drafters) == 1 else FirstOf(drafters)

@@ -1,7 +1,7 @@
 """Builds an engine from its configuration: settings, sizes, ranks, tiers.
 Its modules:
 
-    the whole                   setup, auto, images, drafting, bitwise
+    the whole                   setup, auto, images, bitwise
     memory                      fitting, sizing, planning
     kernels                     warming
     one rank of several         rank, team, rank_messages

@@ -16,7 +16,6 @@ from milepost.cache.tree import FullAttention, LayerKind, Recurrent, ShortConvol
 from milepost.config import EngineConfig
 from milepost.engine.assembly.auto import device_of, folder_of, load_options_of
 from milepost.engine.assembly.bitwise import facts_of
-from milepost.engine.assembly.drafting import accept_of
 from milepost.engine.assembly.fitting import RankModel, fit
 from milepost.engine.assembly.images import image_settings_of
 from milepost.engine.assembly.sizing import max_model_len_of
@@ -31,6 +30,7 @@ from milepost.models.loading import load_model
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink
 from milepost.runner.device import DeviceExecutor
+from milepost.runner.in_flight import accept_at, accept_equal
 from milepost.runner.measuring import FirstSteps
 from milepost.runner.plain import PlainExecutor
 from milepost.runner.pool_shape import PoolShape
@@ -103,12 +103,14 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         executor.pictures.joins = config.encode_images_together
         if fitted.step_bytes.tower_graphs:
             executor.pictures.capture(fitted.step_bytes.tower_graphs)
+    drafted = config.speculative_config
+    rates = None if drafted is None else drafted.synthetic_acceptance_rates
     runner = Runner(
         executor,
         pools,
         num_slots=sizes.num_slots,
         logs=[each for each in (log, team) if each is not None],
-        accept=accept_of(config.speculative_config),
+        accept=accept_equal if rates is None else accept_at(rates),
         wait=team.wait if team is not None else None,
     )
     return RankParts(

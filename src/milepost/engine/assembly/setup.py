@@ -22,7 +22,6 @@ from milepost.engine.assembly.auto import (
     runs_ahead,
 )
 from milepost.engine.assembly.bitwise import refuse_settings
-from milepost.engine.assembly.drafting import speculation_of
 from milepost.engine.assembly.images import image_facts, tower_cost
 from milepost.engine.assembly.rank import RankParts, build_rank
 from milepost.engine.assembly.team import Team
@@ -45,7 +44,7 @@ from milepost.runner.pool_sizes import OneMemory
 from milepost.runner.recording import PlanLog
 from milepost.runner.runner import Runner
 from milepost.scheduler.scheduler import Scheduler
-from milepost.speculative import Speculation
+from milepost.speculative import Speculation, speculation_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,20 @@
-"""Sizes the pools: as configured, or else by the memory that every rank has."""
+"""Sizes the pools: as configured, or else by the memory that every rank has; with room for drafts
+if the model takes any."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
 from milepost.config import EngineConfig
-from milepost.engine.assembly.drafting import num_drafts_of
 from milepost.engine.assembly.tiering import staging_bytes
-from milepost.errors import ConfigError
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.kernels.platform.device import why_reference
 from milepost.kernels.platform.tensors import FP8
-from milepost.layers.context import AttentionSpec
+from milepost.layers.context import AttentionSpec, LayerSpec, RecurrentSpec
 from milepost.models.decoder import Decoder
 from milepost.models.early import check_length
 from milepost.models.registry import resolve_dtype
@@ -27,6 +31,9 @@ from milepost.runner.pool_sizes import (
     split,
     why_not_shared,
 )
+from milepost.speculative_config import SpeculativeConfig
+
+logger = logging.getLogger(__name__)
 
 
 def sizes_of(
@@ -138,3 +145,35 @@ def pool_shape(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.step_tokens(),
     )
+
+
+def num_drafts_of(
+    wanted: SpeculativeConfig | None,
+    specs: Sequence[LayerSpec],
+    without: Sequence[str],
+    *,
+    has_head: bool,
+    is_fused: bool,
+) -> int:
+    """Returns the largest number of drafts in one step; 0 if nothing is drafted. `without` names
+    mixers that have no kernels for drafts. Raises UnsupportedModelError for a model with such
+    mixers, or with head sizes that the fused kernels do not support, unless the method is `auto`.
+    """
+    if wanted is None or (wanted.method == "auto" and not has_head):
+        return 0
+    odd = {spec.recurrent_shape[1:] for spec in specs if is_fused and _takes_drafts_plain(spec)}
+    if not without and not odd:
+        return wanted.num_tokens
+    which = f"layers of {' and '.join(without)}"
+    if not without:
+        which = f"heads of {' by '.join(map(str, min(odd)))}, on a GPU,"
+    message = f"speculative_config: a model with {which} cannot take drafts"
+    if wanted.method != "auto":
+        raise UnsupportedModelError(f"{message}; leave it out")
+    logger.warning("%s: nothing is drafted", message)
+    return 0
+
+
+def _takes_drafts_plain(spec: LayerSpec) -> TypeGuard[RecurrentSpec]:
+    """Whether only the reference kernels support drafts for this layer."""
+    return isinstance(spec, RecurrentSpec) and not spec.takes_drafts_fused
