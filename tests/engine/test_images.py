@@ -201,12 +201,12 @@ def test_drafts_behind_images_change_no_answer(folder, cold):
         assert llm.llm_engine.scheduler.stats.num_drafts
 
 
-@pytest.mark.parametrize("options", [{}, {"num_pages": 14, "num_slots": 7}], ids=["", "preempted"])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 11, "num_slots": 7}], ids=["", "preempted"])
 def test_the_models_own_drafts_change_no_answer(options, tmp_path):
     """Of prompts that share images and begin, end and resume at them; with room for all, and where
     they preempt each other."""
     save_folder(tmp_path, has_head=True)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     one, other = image(8, 8, 1), image(4, 16, 2)
     prompts = [
         asked(one, [5, 6, 7] * 9),

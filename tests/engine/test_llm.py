@@ -616,7 +616,7 @@ def test_interrupted_bookkeeping_ends_the_engine(llm, monkeypatch):
     ids=str,
 )
 def test_every_parameter_has_an_effect(llm, changes):
-    base = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "seed": 7}
+    base = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "seed": 7}
     plainest = base | {k: v for k, v in changes.items() if k == "temperature" and len(changes) > 1}
     params = [SamplingParams(**plainest), SamplingParams(**(base | changes))]
     without, with_ = (ask(llm, tokens(50), params=each)[0].outputs[0] for each in params)
