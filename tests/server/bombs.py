@@ -1,13 +1,14 @@
 """Requests that are meant to hurt: bodies, forms, texts, and what comes before a body.
 
-Each of BODIES is (path, body); each of RAW is the pieces that are sent on a connection of its own.
+Each of BODIES is (path, body), and a body may be a function that makes it: all of them together
+take half a second. Each of RAW is the pieces that are sent on a connection of its own.
 A server answers each with a 4xx, or with a right answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MIB = 2**20
@@ -16,15 +17,18 @@ USER = {"role": "user", "content": "a"}
 EPHEMERAL = {"type": "ephemeral"}
 
 
-def _dumped(body: Any) -> bytes:
-    return json.dumps(body).encode()
+Body = bytes | Callable[[], bytes]
 
 
-def _repeated(head: bytes, unit: bytes, tail: bytes, size: int = MIB) -> bytes:
-    return head + b",".join([unit] * (size // (len(unit) + 1))) + tail
+def _dumped(body: Any) -> Body:
+    return lambda: json.dumps(body).encode()
 
 
-def _lists() -> Iterator[tuple[str, str, bytes]]:
+def _repeated(head: bytes, unit: bytes, tail: bytes, size: int = MIB) -> Body:
+    return lambda: head + b",".join([unit] * (size // (len(unit) + 1))) + tail
+
+
+def _lists() -> Iterator[tuple[str, str, Body]]:
     """Long lists of what does not belong there."""
     units = {"1": b"1", "text": b'"ab"', "float": b"1.5", "null": b"null", "list": b"[]"}
     units |= {"object": b"{}", "true": b"true", "large": b"99999999999", "-1": b"-1"}
@@ -44,7 +48,7 @@ def _lists() -> Iterator[tuple[str, str, bytes]]:
     yield "tokens too large", "/detokenize", _repeated(b'{"tokens": [', b"4000000000", b"]}")
 
 
-def _shapes() -> Iterator[tuple[str, str, bytes]]:
+def _shapes() -> Iterator[tuple[str, str, Body]]:
     """Bodies that are large or deep in other ways."""
     yield "nothing", COMPLETIONS, b""
     yield "no JSON", COMPLETIONS, b"\x00" * MIB
@@ -99,7 +103,7 @@ def _called(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def _tool_texts() -> Iterator[tuple[str, str, bytes]]:
+def _tool_texts() -> Iterator[tuple[str, str, Body]]:
     """Calls in messages, and tools."""
     for name, arguments in {
         "no JSON": "{" * 100_000,
@@ -178,7 +182,7 @@ GRAMMARS = {
 }
 
 
-def _forms() -> Iterator[tuple[str, str, bytes]]:
+def _forms() -> Iterator[tuple[str, str, Body]]:
     own = {"prompt": "a", "max_tokens": 12, "seed": 1}
     for name, schema in SCHEMAS.items():
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -196,7 +200,7 @@ def _forms() -> Iterator[tuple[str, str, bytes]]:
     )
 
 
-BODIES: dict[str, tuple[str, bytes]] = {
+BODIES: dict[str, tuple[str, Body]] = {
     name: (path, body)
     for kind in (_lists, _shapes, _tool_texts, _forms)
     for name, path, body in kind()
