@@ -45,9 +45,10 @@ def main(
     """Runs one command line (by default the process's own) and returns its exit status."""
     screen = screen or _process_screen()
     given = Arguments(list(sys.argv[1:] if arguments is None else arguments))
-    app = build_app(open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server)
+    words = given.words
+    parts = open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server
+    app = build_app(*parts, wanted=words[0] if words else None)
     try:
-        words = given.words
         if words[:1] in (["serve"], ["run-batch"]):
             given = with_file(words[1:])
             words = [words[0], *translated(given.words)]
@@ -81,8 +82,10 @@ def build_app(
     screen: Screen,
     stdin: TextIO,
     serve: Serve,
+    wanted: str | None = None,
 ) -> App:
-    """Builds the application with all commands."""
+    """Builds the application with the `wanted` command, or with all of them if there is none of
+    that name. The flags of all commands take as long as parsing the words of one."""
     app = App(
         name="milepost",
         help="Runs hybrid language models with a prefix cache that works, and says why it misses.",
@@ -90,16 +93,21 @@ def build_app(
         help_format="markdown",
         suppress_keyboard_interrupt=False,
     )
-    app.command(generate_command(open_engine, screen, stdin))
-    app.command(chat_command(open_engine, screen, stdin))
-    app.command(serve_command(serve))
-    app.command(run_batch_command(screen.reports))
-    app.command(annex_command("simulate", screen))
-    app.command(annex_command("bench", screen))
-    app.command(kernels_command(screen))
-    app.command(plan_command(screen))
-    app.command(warm_command(screen))
-    app.command(verify_command(screen))
+    commands: dict[str, Callable[[], Callable[..., Any]]] = {
+        "generate": lambda: generate_command(open_engine, screen, stdin),
+        "chat": lambda: chat_command(open_engine, screen, stdin),
+        "serve": lambda: serve_command(serve),
+        "run-batch": lambda: run_batch_command(screen.reports),
+        "simulate": lambda: annex_command("simulate", screen),
+        "bench": lambda: annex_command("bench", screen),
+        "kernels": lambda: kernels_command(screen),
+        "plan": lambda: plan_command(screen),
+        "warm": lambda: warm_command(screen),
+        "verify": lambda: verify_command(screen),
+    }
+    for name, make in commands.items():
+        if name == wanted or wanted not in commands:
+            app.command(make(), name=name)
     return app
 
 
