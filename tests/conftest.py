@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tiny tensors gain nothing from threads, and threads that share few cores stall each other. Before
 # torch is imported.
@@ -17,6 +18,10 @@ import torch
 # Without a GPU Triton's interpreter runs the kernels. Before triton is imported, by any test.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# An example may take as long as a busy machine needs.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 TABLES = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 

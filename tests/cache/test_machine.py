@@ -258,5 +258,5 @@ class CacheMachine(RuleBasedStateMachine):
 
 def test_whatever_the_order_of_verbs_the_cache_holds_what_it_says():
     run_state_machine_as_test(
-        CacheMachine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        CacheMachine, settings=settings(max_examples=40, stateful_step_count=40)
     )

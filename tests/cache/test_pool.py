@@ -109,7 +109,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPool = Machine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("id_", range(3))

@@ -87,7 +87,7 @@ def side(tmp_path_factory) -> Side:
     )
 
 
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     st.lists(
         st.tuples(wishes, st.integers(0, 12), st.none() | st.integers(1, 15)),

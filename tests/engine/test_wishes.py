@@ -195,7 +195,7 @@ def params_of(wish: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**options)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(drawn=drawn)
 @example(drawn=[({**PLAIN, **wish}, name) for wish in AT_ODDS for name in PROMPTS])
 def test_nothing_that_is_excluded_comes(llm, drawn):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from milepost.errors import ConfigError, InvalidPromptError, UnsupportedModelError
@@ -55,7 +55,6 @@ def reference(name):
     return names[name]
 
 
-@settings(deadline=None)
 @given(st.integers(16, 4000), st.integers(16, 4000), st.sampled_from(LIMITS))
 def test_sizes_are_those_of_transformers_processor(height, width, limits):
     # With few patches, the reference passes the limit of long pictures or divides by zero.

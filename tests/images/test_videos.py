@@ -32,7 +32,7 @@ SMALL = ImageSettings(min_pixels=4_096, max_pixels=65_536)
 sides = st.integers(1, 1500)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sides, sides, st.integers(2, 700), st.sampled_from([65_536, 25_165_824]))
 def test_sizes_equal_those_of_the_reference(
     height: int, width: int, num_frames: int, max_pixels: int

@@ -95,7 +95,6 @@ def test_wide_tiles_after_a_hit_are_whole_where_that_costs_little(
     assert bool((items.wide[:, ORDINAL] == -1).all()) == are_whole
 
 
-@settings(deadline=None)
 @given(
     steps(),
     st.sampled_from((1, 3, 8, 32)),
@@ -150,7 +149,6 @@ def test_every_token_attends_to_what_it_sees_once(
     assert not counts[items.num_combined :].any()
 
 
-@settings(deadline=None)
 @given(steps(), st.integers(0, 500), st.integers(0, 8))
 def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> None:
     capacity = Capacity(
@@ -164,7 +162,7 @@ def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> N
     assert (items.num_partials, items.num_combined) == (least.num_partials, least.num_combined)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(steps(), st.booleans())
 def test_dequantised_pages_are_those_that_wide_items_read(step: Step, share: bool) -> None:
     options = {"tables": step.tables() if share else None}
@@ -267,7 +265,7 @@ def pieces_of(items: work.AttentionItems, num_tokens: int) -> list[set[tuple[obj
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=5),
     st.sampled_from((1, 4, 6, 8, 16)),

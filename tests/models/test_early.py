@@ -138,9 +138,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["qwen3_next", "qwen3_5_moe", "lfm2"]), changes=CHANGES, options=OPTIONS
 )

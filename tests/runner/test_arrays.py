@@ -313,7 +313,7 @@ def test_ladder_stays_within_the_token_budget():
     assert max(c.num_tokens for c in capacities) <= 100
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_step_fits_what_is_staged_for_the_largest(data):
     """What an executor stages is sized by `largest_step`, with drafts and without."""

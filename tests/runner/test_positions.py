@@ -109,7 +109,7 @@ def test_positions_of_a_videos_frames_equal_those_of_transformers() -> None:
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 6), sizes), max_size=4), st.integers(0, 5), st.data())
 def test_chunks_cut_anywhere_have_the_positions_of_the_whole(
     groups: list[tuple[int, tuple[int, int]]], rest: int, data: st.DataObject

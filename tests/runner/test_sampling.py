@@ -108,7 +108,7 @@ def test_top_p_sorts_on_when_the_first_candidates_do_not_suffice(monkeypatch):
     assert set(wide) <= set(plain_distribution(logits[0], top_p=0.95))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(any_seed, st.sampled_from([{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]))
 def test_the_narrowest_choice_is_greedy(seed, params):
     logits = random_logits(seed % 1000)
@@ -121,7 +121,7 @@ def test_top_k_of_one_takes_the_first_of_equal_logits():
     assert picked == ids(sample(logits, [row(temperature=0)])) * 20
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(any_params, any_seed), min_size=1, max_size=6), st.integers(0, 99))
 def test_a_row_alone_is_the_row_in_a_batch(choices, logits_seed):
     logits = random_logits(logits_seed, len(choices))
@@ -161,7 +161,7 @@ def plain_penalties(logits, params, prompt, output):
     return out
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.fixed_dictionaries(
         {

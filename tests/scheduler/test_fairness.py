@@ -254,7 +254,7 @@ def _num_steps(request: Request) -> int:
     num_pages=st.sampled_from([40, 80, 4096]),
     num_slots=st.sampled_from([2, 5, 600]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_bounds_for_random_loads(seed, budget, max_num_seqs, num_pages, num_slots):
     """Prompts of 1 to 600 tokens keep coming, more than can be served. A running decode computes in
     one of two steps, a running prefill within MAX_IDLE_STEPS + 2 x max_num_seqs. A request is

@@ -45,7 +45,7 @@ def test_no_server_error(schema, num_examples, mode):
         models = set(re.findall(r"#/components/schemas/(\w+)", body))
         count = num_examples // TWINS if models and models <= bodies else num_examples
         bodies |= models
-        drawn = settings(max_examples=count, deadline=None, suppress_health_check=checks)
+        drawn = settings(max_examples=count, suppress_health_check=checks)
 
         @drawn
         @given(case=operation.as_strategy(generation_mode=mode))

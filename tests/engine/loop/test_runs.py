@@ -186,7 +186,7 @@ def wishes(draw: st.DrawFn) -> Wish:
     return Wish(params, text, draw(st.sampled_from([1, 20, 90])))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(wishes(), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_runs_leave_what_single_tokens_leave(wanted, seed):
     singles, lengths = answers(wanted, most=1)

@@ -12,7 +12,7 @@ from milepost.errors import InvalidRequestError
 from milepost.sampling_params import ReasoningTokens, SamplingParams
 from tests import chatmodel
 
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 

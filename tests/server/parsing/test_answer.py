@@ -389,7 +389,7 @@ FRAGMENTS = [
 WORDS = [f"w{number}." for number in range(5)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(FRAGMENTS + WORDS), max_size=14), st.booleans(), st.booleans())
 def test_no_text_is_lost(fragments, is_xml, is_open):
     text = "".join(fragments)

@@ -109,7 +109,7 @@ LITERALS = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(LITERALS)
 def test_any_literal_of_python_or_json_is_read(value):
     plain = json.loads(json.dumps(value))
@@ -121,7 +121,7 @@ def test_any_literal_of_python_or_json_is_read(value):
     assert literal(json.dumps(value)).json == json.dumps(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet="{}[]()\"',:\\ \nab1+-.eurx<", max_size=24))
 def test_any_text_becomes_an_object_or_nothing(text):
     assert isinstance(json.loads(object_of("{" + text) or "{}"), dict)
@@ -417,7 +417,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.sampled_from(sorted(set(TOOL_CALLS) - {"qwen3_coder", "granite4"})),
     st.lists(st.sampled_from(FRAGMENTS), max_size=16),

@@ -166,14 +166,14 @@ def is_ambiguous(parameters, arguments):
     return False
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(calls())
 def test_json_calls(drawn):
     parameters, arguments, pick = drawn
     check("hermes", parameters, arguments, pick, WRITERS["hermes"]("f", arguments))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(calls(), st.booleans())
 def test_tagged_calls(drawn, python_words):
     parameters, arguments, pick = drawn
@@ -182,7 +182,7 @@ def test_tagged_calls(drawn, python_words):
     check("qwen3_xml", parameters, arguments, pick, text)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(calls())
 def test_keyed_calls(drawn):
     parameters, arguments, pick = drawn
@@ -190,14 +190,14 @@ def test_keyed_calls(drawn):
     check("ling3", parameters, arguments, pick, ling("f", arguments))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(calls())
 def test_named_calls(drawn):
     parameters, arguments, pick = drawn
     check("kimi_k2", parameters, arguments, pick, kimi("f", arguments))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(calls(), st.sampled_from([("lfm2", lfm2), ("olmo3", olmo3)]))
 def test_pythonic_calls(drawn, form):
     """As Python writes values they are read; as JSON they are what a grammar keeps to."""
