@@ -52,6 +52,7 @@ class Admitter:
             self._reclaimer.stats.checkpoints_used += 1
             self._reclaimer.tree.use(match.checkpoint, end)
         allocation = self._make(match, end)
+        self._windows.begin(allocation)
         allocation.facts.marks, allocation.facts.branch_points = marks, branch_points
         while len(allocation.slots_kept) < num_kept and self._reclaimer.storage.has_room(0, 1):
             allocation.slots_kept.append(self._reclaimer.allocate_slot())
@@ -155,7 +156,6 @@ class Admitter:
         pages."""
         chain, position, size = match.path.chain, match.state_length, self._config.page_size
         source, tail, table = match.checkpoint, match.tail, [*match.path.pages]
-        begun = self._windows.begin(source)
         slot_out = self._reclaimer.allocate_slot() if self._config.slots_each else ZERO_SLOT
         table += self._reclaimer.allocate_pages(-(-len(chain) // size) - len(table))
         copy = None
@@ -175,9 +175,6 @@ class Admitter:
             source=source,
             page_copy=copy,
             pinned_tail=tail,
-            window_table=[*begun.table],
-            window_copy=begun.copy,
-            pinned_window=begun.pinned,
             end=end,
             facts=PromptFacts(
                 prompt_length=min(len(chain), chain.shared_end + 1),

@@ -14,21 +14,9 @@ Nothing is evicted here: a page is freed with the last state that needs it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from milepost.cache.allocation.states import Allocation
 from milepost.cache.memory import Pool
 from milepost.cache.plans import HOLE, PageCopy
-from milepost.cache.tree import Checkpoint
-
-
-class WindowStart(NamedTuple):
-    """Window pages that an allocation starts with."""
-
-    table: list[int]
-    copy: PageCopy | None
-    pinned: tuple[int, ...]
-    """The page that is copied, pinned until the copy is done."""
 
 
 class Windows:
@@ -40,20 +28,19 @@ class Windows:
         self._page_size = page_size
         self._pages = pages
 
-    def begin(self, checkpoint: Checkpoint | None) -> WindowStart:
-        """Returns the pages to start with, pinned. They are the checkpoint's own, except that a
-        last page that is not full is copied, since the request writes to it."""
-        if checkpoint is None or not self._window:
-            return WindowStart([], None, ())
-        position, shared = checkpoint.position, checkpoint.windows
-        table = [HOLE] * self._first_index(position)
+    def begin(self, allocation: Allocation) -> None:
+        """Starts a request with its checkpoint's pages, pinned. The last one, if it is not full, is
+        copied, since the request writes to it."""
+        if allocation.source is None or not self._window:
+            return
+        position, shared = allocation.source.position, allocation.source.windows
+        table = allocation.window_table = [HOLE] * self._first_index(position) + [*shared]
         self._pages.pin(shared)
         num_tokens = position % self._page_size
-        if not shared or not num_tokens:
-            return WindowStart([*table, *shared], None, ())
-        (copied,) = self._pages.allocate(1)
-        copy = PageCopy(source=shared[-1], target=copied, num_tokens=num_tokens)
-        return WindowStart([*table, *shared[:-1], copied], copy, shared[-1:])
+        if shared and num_tokens:
+            (table[-1],) = self._pages.allocate(1)
+            copy = PageCopy(source=shared[-1], target=table[-1], num_tokens=num_tokens)
+            allocation.window_copy, allocation.pinned_window = copy, shared[-1:]
 
     def extend(self, allocation: Allocation) -> None:
         """Makes the table cover the planned step. There is always room: see `num_window_pages`."""

@@ -9,7 +9,7 @@ from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
 from milepost.cache.tree.index import Tree
 from milepost.cache.tree.kinds import CacheConfig, longest_usable
-from milepost.cache.tree.nodes import Checkpoint, Node
+from milepost.cache.tree.nodes import Checkpoint
 from milepost.cache.tree.path import Path
 
 
@@ -50,7 +50,6 @@ class Finder:
     def __init__(self, tree: Tree, config: CacheConfig) -> None:
         self._tree = tree
         self._config = config
-        self._last_walk: tuple[object, Node | None] = (None, None)
 
     def find(self, chain: Chain, limit: int | None, version: int) -> Match:
         """Finds the cached part of a prompt. `version` is the cache's current version.
@@ -60,7 +59,7 @@ class Finder:
         """
         last = chain.last_resume
         limit = last if limit is None else min(limit, last)
-        path = self._path(chain, version)
+        path = Path(chain, self._tree.deepest(chain))
         position = longest_usable(self._config.kinds, path, limit)
         resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
@@ -87,14 +86,6 @@ class Finder:
         most = self._config.max_rounded_off
         is_short = gives_up_too_much(shared, max(on_grid, position), most)
         return (*found, shared) if is_short else found
-
-    def _path(self, chain: Chain, version: int) -> Path:
-        """Returns the prompt's path. A new prompt is looked up twice, usually without a change in
-        between, so the last walk, over perhaps hundreds of pages, is kept."""
-        moment = (chain, len(chain), version)
-        if self._last_walk[0] != moment:
-            self._last_walk = (moment, self._tree.deepest(chain))
-        return Path(chain, self._last_walk[1])
 
     def _last_place(self, resident: int, reused: int, branch_points: tuple[int, ...]) -> int:
         """Returns the last position within `resident` tokens at which a state is kept."""
