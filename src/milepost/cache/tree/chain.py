@@ -57,10 +57,7 @@ class Chain:
         identity: bytes = b"",
         pictures: Sequence[Picture] = (),
     ) -> None:
-        if isinstance(tokens, array) and tokens.typecode == "I":
-            self.tokens: array[int] = tokens[:]
-        else:
-            self.tokens = array("I", tokens)
+        self.tokens = array("I", tokens)
         self.page_size = page_size
         self.shared_end = maxsize
         self.salt = salt
