@@ -19,6 +19,7 @@ from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
 from tests.kernels.attention_cases import Case, Step
 from tests.kernels.choices import without
+from tests.kernels.invariance import make_routing
 from tests.kernels.orders import NUM_ROWS, SHAPES, compare, forms
 from tests.kernels.quantised_cases import make_rows
 
@@ -26,6 +27,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+LIKE_MANY = (
+    (2048, 4096),
+    (9216, 2048),
+    (264, 2048),
+    (64, 2048),
+    (64, 4096),
+    (4096, 12288),
+    (5120, 17408),
+)
+"""Weights [O, I] of models whose few rows after a hit are added up as many are."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -74,11 +87,15 @@ needs_hopper = pytest.mark.skipif(
 
 
 @needs_hopper
-@pytest.mark.parametrize("form", ["raw", "fp8"])
-@pytest.mark.parametrize("shape", [(2048, 4096), (9216, 2048), (264, 2048), (64, 2048)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        *(("raw", shape) for shape in LIKE_MANY),
+        *(("fp8", shape) for shape in LIKE_MANY if shape[0] % 128 == 0 and shape[1] <= 4096),
+    ],
+    ids=str,
+)
 def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int, int]) -> None:
-    if form == "fp8" and shape[0] % 128:
-        pytest.skip("blocks are not whole")
     weight, chip = dict(forms(*shape))[form], probe(torch.device("cuda"))
     rows = make_rows(2048, shape[1]).cuda().bfloat16()
     how = {"epilogue": Epilogue.PARTIALS, "order": SumOrder.LIKE_MANY}
@@ -94,6 +111,15 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
         are_split.append(products.multiply(own, weight, epilogue=Epilogue.PARTIALS).dim() == 3)
     assert different == {}
     assert any(are_split) or shape[0] > 8192, "a decode's sums are in parts"
+
+
+@needs_hopper
+def test_few_tokens_of_a_prefill_have_the_bits_of_many_from_raw_experts() -> None:
+    given = make_routing("raw", order=SumOrder.FREE)
+    whole = products.mix(*given)
+    counts = (17, 32, 33, 64, 96, 128, 129, 192, 256, 264, 384, 512)
+    own = {num: products.mix(*given.of(torch.arange(num, device="cuda"))) for num in counts}
+    assert [num for num, each in own.items() if not torch.equal(each, whole[:num])] == []
 
 
 @needs_hopper

@@ -98,7 +98,8 @@ def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
     ("up", "down", "num_tokens", "on_hopper", "elsewhere"),
     [
         (raw(1024, 2048), raw(2048, 512), 4, "raw gemv", None),
-        (raw(1024, 2048), raw(2048, 512), 5, "raw grouped", None),
+        (raw(1024, 2048), raw(2048, 512), 5, "raw grouped, one order", "raw grouped"),
+        (raw(1024, 2080), raw(2080, 512), 5, "raw grouped", None),
         (raw(1024, 2048), raw(2048, 512), 2048, "raw grouped, tall", "raw grouped"),
         (fp8(1024, 2048), fp8(2048, 512), 4, "gemv, Hopper", "gemv"),
         (fp8(1024, 2048), fp8(2048, 512), 64, "fp8 in one launch, Hopper", "grouped"),

@@ -11,6 +11,7 @@ from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms import Epilogue, Matrix
+from milepost.kernels.products.forms.quantised import Fp8
 from milepost.kernels.products.table import PRODUCTS, Product
 from milepost.layers.linear import Linear
 from milepost.models import many
@@ -20,15 +21,20 @@ from tests.kernels.choices import forget
 
 MODELS = Path(__file__).parents[2] / "bench/models"
 H200, L4 = CHIPS["sm_90"][1], CHIPS["sm_89"][1]
-FOLLOW = [("hybrid-35b-a3b", "fp8"), ("hybrid-80b-a3b-fp8", None)]
+FOLLOW = [
+    ("hybrid-35b-a3b", None),
+    ("hybrid-35b-a3b", "fp8"),
+    ("hybrid-80b-8-layers", None),
+    ("hybrid-80b-a3b-fp8", None),
+    ("hybrid-9b", None),
+    ("hybrid-27b", None),
+]
 EXCEPTIONS = {
-    ("hybrid-35b-a3b", None): "experts raw",
     ("hybrid-35b-a3b-awq", None): "projection int4",
     ("hybrid-35b-a3b-nvfp4", None): "projection fp4",
-    ("hybrid-9b", None): "down raw",
     ("hybrid-9b", "fp8"): "down fp8",
     ("hybrid-9b-w8a8", None): "down int8",
-    ("hybrid-27b-fp8", None): "projection raw",
+    ("hybrid-27b-fp8", None): "out fp8",
     ("kimi-linear-48b-a3b", None): "KDA",
     ("alice-ai-80b-a3b-fp8", None): "KDA",
     ("nemotron-3-nano", None): "Mamba2",
@@ -101,4 +107,6 @@ def test_a_product_says_whether_it_is_like_many():
         return Product(weight=weight._replace(order=order, **sizes), num_rows=64).is_whole
 
     assert [is_whole(order) for order in SumOrder] == [False, True, True]
-    assert [is_whole(order, num_inputs=12288) for order in SumOrder] == [False, False, True]
+    assert [is_whole(order, num_inputs=12288) for order in SumOrder] == [False, True, True]
+    quantised = {"num_inputs": 12288, "form": Fp8}
+    assert [is_whole(order, **quantised) for order in SumOrder] == [False, False, True]

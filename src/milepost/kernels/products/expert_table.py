@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import (
     HOPPER,
     Condition,
@@ -94,6 +95,14 @@ class Mixture:
         return all(each.has_whole_steps for each in self.weights)
 
 
+def adds_up_alike(mixture: Mixture, chip: Chip) -> bool:
+    """Whether tiles of raw weights have the same order whatever their sizes, as wgmma's had where
+    they were compared: whichever operand has the weights, and however many whole steps there
+    are."""
+    has_steps = not any(each.num_inputs % 64 for each in mixture.weights)
+    return mixture.has_16_bits and has_steps and chip.capability == (9, 0) and chip.arch != "cpu"
+
+
 # Conditions of kernels, each after the reason that is shown where it does not hold.
 # fmt: off
 _BLOCKS: Condition[Mixture] = ("scales are not of whole blocks", lambda it, _:
@@ -127,6 +136,8 @@ _RAW_WHOLE: Condition[Mixture] = ("sizes are no whole steps", lambda it, _:
 
 _FP4: Condition[Mixture] = ("the chip multiplies no four-bit floats", lambda _, chip:
     chip.has_fp4)
+_ALIKE: Condition[Mixture] = ("tiles of other sizes add up in another way",
+    lambda it, chip: adds_up_alike(it, chip))
 _WIDE: Condition[Mixture] = ("matrix units read weights from registers", lambda _, chip:
     chip.has_wide_mma)
 
@@ -142,6 +153,8 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
         entry="run_experts"),
     row("raw grouped, tall", "products.portable.grouped_large", _RAW, "64 seq",
         _RAW_ROOM, _RAW_WHOLE, rows=_MANY, needs="TMA", **_FIXED),
+    row("raw grouped, one order", "products.portable.grouped", _RAW, "64 seq", _ALIKE,
+        needs="wgmma (sm_90)", **_FIXED),
     row("raw grouped", "products.portable.grouped", _RAW, "64 or 128 seq, by rows", **_FIXED),
     row("gemv, Hopper", "products.hopper.gemv", (Fp8,),
         "8 parts, 128 seq; a token's experts in one sum", _BLOCKS, rows=_FEW, needs=HOPPER,

@@ -34,7 +34,8 @@ _MOST_BESIDE = 128
 _MANY_ROWS = 64
 """Rows above which torch's GEMM is as fast as ours, or 16-bit weights are made first."""
 _WHOLE_INPUTS = 4096
-"""Most inputs of a sum that is about as fast without split-K."""
+"""Most inputs of a sum that is about as fast without split-K; raw weights take longer to read, so
+theirs may have any number."""
 _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
 """Largest sizes of a product that takes no longer than the norm before it."""
 
@@ -59,10 +60,10 @@ class Product(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether split-K is ruled out, even where it would be faster; LIKE_MANY allows it for sums
-        of many inputs."""
+        """Whether split-K is ruled out, even where it would be faster; LIKE_MANY allows it for
+        quantised sums of many inputs."""
         order = self.weight.order
-        is_short = self.weight.num_inputs <= _WHOLE_INPUTS
+        is_short = self.form is Raw or self.weight.num_inputs <= _WHOLE_INPUTS
         return order.is_fixed or (order is SumOrder.LIKE_MANY and is_short)
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.products.expert_table import SEARCHED
+from milepost.kernels.products.expert_table import SEARCHED, adds_up_alike
 from milepost.kernels.products.forms import Epilogue, Matrix, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE, Fp4, Fp8, Int4, Int8
 from milepost.kernels.products.forms.w4a4 import W4A4
@@ -203,7 +203,7 @@ def choose_grouped(routed: RoutedRows) -> tuple[Tiles, Tiles]:
         return _choose_quantised(routed)
     up = down = _FLOAT32
     if routed.rows.dtype != torch.float32:
-        if routed.up.order.is_fixed and not _add_up_alike(routed):
+        if routed.up.order.is_fixed and not adds_up_alike(routed.mixture, routed.chip):
             # Only the largest tiles have the order of blocks that are larger still.
             up = _spread(_LARGE, routed.size, routed)
             down = _spread(_LARGE, routed.down.num_outputs, routed)
@@ -225,13 +225,6 @@ def choose_many(routed: RoutedRows) -> tuple[Tiles, Tiles]:
     is_one_round = isinstance(routed.down, Int4) and routed.size == _WIDE_UNITS
     down = replace(_WIDE, num_stages=2, steps=4 if is_one_round else 1)
     return _WIDE.fitted(routed.chip, num_weights=1 + routed.is_gated), down.fitted(routed.chip)
-
-
-def _add_up_alike(routed: RoutedRows) -> bool:
-    """Whether tiles of any size have the same order, as wgmma's had where they were compared:
-    whichever operand has the weights, and however many whole steps there are."""
-    chip, sizes = routed.chip, (routed.up.num_inputs, routed.size)
-    return chip.capability == (9, 0) and chip.arch != "cpu" and not any(each % 64 for each in sizes)
 
 
 def _spread(tiles: Tiles, num_outputs: int, routed: RoutedRows) -> Tiles:
