@@ -101,7 +101,7 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
     how = {"epilogue": Epilogue.PARTIALS, "order": SumOrder.LIKE_MANY}
     many = products.multiply(rows, weight, **how)
     different, are_split = {}, []
-    for num in (17, 33, 48, 64, 65, 72, 96, 128, 129, 200, 256, 384, 512):
+    for num in (1, 4, 16, 17, 33, 48, 64, 65, 72, 96, 128, 129, 200, 256, 384, 512):
         own = rows[-num:].contiguous()
         few = products.multiply(own, weight, **how)
         if not torch.equal(few, many[-num:]):
@@ -116,9 +116,12 @@ def test_few_rows_of_a_prefill_have_the_bits_of_many(form: str, shape: tuple[int
 @needs_hopper
 def test_few_tokens_of_a_prefill_have_the_bits_of_many_from_raw_experts() -> None:
     given = make_routing("raw", order=SumOrder.FREE)
-    whole = products.mix(*given)
-    counts = (17, 32, 33, 64, 96, 128, 129, 192, 256, 264, 384, 512)
-    own = {num: products.mix(*given.of(torch.arange(num, device="cuda"))) for num in counts}
+    whole = products.mix(*given, order=SumOrder.LIKE_MANY)
+    counts = (1, 4, 5, 16, 17, 32, 33, 64, 96, 128, 129, 192, 256, 264, 384, 512)
+    own = {
+        num: products.mix(*given.of(torch.arange(num, device="cuda")), order=SumOrder.LIKE_MANY)
+        for num in counts
+    }
     assert [num for num, each in own.items() if not torch.equal(each, whole[:num])] == []
 
 

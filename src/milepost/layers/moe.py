@@ -154,7 +154,9 @@ class MoE(nn.Module):
         logits = self.router(rows, epilogue=epilogue, order=order)[..., : self.num_logits]
         inputs = rows if self.latent_in is None else self.latent_in(rows, order=order)
         shares, experts = self._route(logits, rows.dtype, num_real)
-        partials = self.experts.mix(inputs, shares, experts, self.shapes.limit)
+        up, down = self.experts.forms
+        limit = self.shapes.limit
+        partials = products.mix(inputs, shares, experts, up, down, limit=limit, order=order)
         if self.latent_out is not None:
             partials = self.latent_out(partials.sum(1), order=order)[:, None]
         if self.shared is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm, StreamNorm, over_ranks
@@ -110,10 +111,10 @@ class ResidualBlock(nn.Module):
         With `ends`, both have only the rows of the sampled positions."""
         rows: Inputs
         if self.pre is not None:
-            begun = None
-            if self._first is not None and hidden.dim() == 2 and len(hidden) == 1:
+            begun, order = None, ctx.order
+            is_row = hidden.dim() == 2 and len(hidden) == 1
+            if self._first is not None and is_row and order is SumOrder.FREE:
                 begun = self._first.begin(hidden)
-            order = ctx.order
             hidden, rows = self.pre.add(hidden, delta, emit=self._emit, begun=begun, order=order)
         else:
             if delta is not None:  # partials are float32, the residual stream is not

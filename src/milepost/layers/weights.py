@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import products
-from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.layout.emit import Emit
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products.forms import Form, Packed, RawForm, pack
 from milepost.layers.weight_slots import (
@@ -84,11 +84,6 @@ class Experts(Protocol):
     @property
     def forms(self) -> tuple[Form, Form]:
         """The forms of the matrices [X, ...] before and after the activation."""
-        ...
-
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
-        """Runs `rows` [T, I] through each token's `experts` [T, N], weighted by `shares`, and
-        returns partials [T, P, I]: see `products.mix`."""
         ...
 
     def placements(self) -> WeightSlots:
@@ -242,9 +237,6 @@ class RawExperts(nn.Module):
             products.Raw(values=each, order=self.scope.order) for each in (self.up, self.down)
         )
         return up, down
-
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
-        return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
         names, sizes, full = self.names, self.sizes, self.scope.full

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.layout.batch import Capacity, Operation
 from milepost.kernels.layout.emit import values_of
+from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.context import Context, LayerSpec
 from milepost.layers.embedding import embed, put
 from milepost.layers.linear import Linear
@@ -223,9 +224,10 @@ class Decoder(nn.Module):
         return self.mtp.run(token_ids, self.embedding, before, ctx)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [R, vocab_size] for rows `hidden` [R, C] that `forward` returned."""
-        logits = self.ranks.all_gather(self.lm_head(hidden))
+    def compute_logits(self, hidden: Tensor, *, order: SumOrder = SumOrder.FREE) -> Tensor:
+        """Returns logits [R, vocab_size] for rows `hidden` [R, C] that `forward` returned, added up
+        in the step's `order`."""
+        logits = self.ranks.all_gather(self.lm_head(hidden, order=order))
         return logits if self._multipliers[1] == 1 else logits * self._multipliers[1]
 
     def placements(self) -> WeightSlots:

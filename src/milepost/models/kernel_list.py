@@ -15,7 +15,7 @@ import torch
 
 from milepost.kernels.attention.table import Served, heads_served, latents_served
 from milepost.kernels.platform.device import Chip, find_chip, present_chip, require_fp4
-from milepost.kernels.platform.tables import KernelTable, P
+from milepost.kernels.platform.tables import KernelTable, P, SumOrder
 from milepost.kernels.products.expert_table import EXPERTS, Mixture
 from milepost.kernels.products.forms import Epilogue, Matrix
 from milepost.kernels.products.table import PRODUCTS, Product
@@ -104,9 +104,9 @@ def products_of(name: str, matrix: Matrix) -> Callable[[int], Product]:
     return lambda num: Product(weight=matrix, num_rows=num, epilogue=epilogue)
 
 
-def mixtures_of(module: MoE) -> Callable[[int], Mixture]:
+def mixtures_of(module: MoE, order: SumOrder = SumOrder.FREE) -> Callable[[int], Mixture]:
     """Returns a function from the number of tokens to the mixture of experts that they need."""
-    up, down = (Matrix.of(form) for form in module.experts.forms)
+    up, down = (Matrix.of(form, order) for form in module.experts.forms)
     sizes = module.experts.sizes
     return lambda num: Mixture(
         up=up,

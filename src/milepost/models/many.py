@@ -25,7 +25,7 @@ from milepost.layers.norm import RMSNorm
 from milepost.models.decoder import Decoder
 from milepost.models.kernel_list import mixtures_of, products_of
 
-FEW = (17, 32, 48, 64, 65, 96, 128, 129, 256, 384, 512)
+FEW = (1, 4, 5, 16, 17, 32, 48, 64, 65, 96, 128, 129, 256, 384, 512)
 """Rows of a step after a hit."""
 MANY = 2048
 UNKNOWN = "cuBLAS"
@@ -79,7 +79,7 @@ def _why_not_dense(name: str, linear: Linear, chip: Chip) -> Iterator[str]:
 
 
 def _why_not_experts(module: MoE, chip: Chip) -> Iterator[str]:
-    make = mixtures_of(module)
+    make = mixtures_of(module, SumOrder.LIKE_MANY)
     problems = {num: make(num) for num in (*FEW, MANY)}
     yield from _compare(EXPERTS, problems, chip, f"experts {_shape(problems[MANY].up)}")
 

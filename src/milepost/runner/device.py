@@ -287,7 +287,7 @@ class DeviceExecutor:
         sampled = (
             hidden[:num_rows] if last_tokens_only else take(hidden, step.last_tokens[:num_rows])
         )
-        logits = self.model.compute_logits(sampled)
+        logits = self.model.compute_logits(sampled, order=context.order)
         return StepOutputs(logits=logits, hidden=sampled, best=argmax(logits)), hidden
 
 

@@ -243,13 +243,15 @@ def mix(
     down: Form,
     *,
     limit: float = 0.0,
+    order: SumOrder = SumOrder.FREE,
 ) -> Tensor:
     """Runs each token's `experts` [T, N] on `rows` [T, I], weighted by `routing_weights` [T, N].
     Returns partials [T, P, I] to be added up. A `limit` other than 0 bounds SwiGLU's factors: see
-    `norm.silu_mul`."""
+    `norm.silu_mul`. Sums have the `order`, or the weights' own if that is stricter."""
     given = as_activations(rows)
     if given.values is None or (given.values.dim() == 2 and runs_triton(given.values)):
-        mixed = run_mixture(given, routing_weights, experts, up, down, limit=limit)
+        how = routing_weights, experts, up, down
+        mixed = run_mixture(given, *how, limit=limit, order=order)
         if mixed is not None:
             return mixed
     hidden = values_of(given)

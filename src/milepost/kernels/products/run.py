@@ -44,7 +44,7 @@ class Multiplication(NamedTuple):
     launch_dependents: bool = True
     """Whether the next kernel may start early."""
     order: SumOrder = SumOrder.FREE
-    """Order of sums, or the weight's own if that is stricter; one row has no order of many."""
+    """Order of sums, or the weight's own if that is stricter."""
 
     @property
     def values(self) -> Tensor:
@@ -75,7 +75,7 @@ class Multiplication(NamedTuple):
             if values.data_ptr() % 16 or (raw is not None and raw.values.data_ptr() % 16):
                 alignment = 1
         return Product(
-            weight=Matrix.of(weight, self.order if len(self.rows) > 1 else SumOrder.FREE),
+            weight=Matrix.of(weight, self.order),
             num_rows=len(self.rows),
             epilogue=epilogue,
             has_bias=self.bias is not None,
@@ -132,6 +132,8 @@ class RoutedRows(NamedTuple):
     """[X, H, I]"""
     limit: float = 0.0
     """Limit of SwiGLU's factors: see `norm.silu_mul`. 0 if there is none."""
+    order: SumOrder = SumOrder.FREE
+    """Order of sums, or the weights' own if that is stricter."""
 
     @property
     def chip(self) -> Chip:
@@ -177,8 +179,8 @@ class RoutedRows(NamedTuple):
         if values is not None and (values.stride(0) % 16 or values.data_ptr() % 16):
             alignment = 1
         return Mixture(
-            up=Matrix.of(self.up),
-            down=Matrix.of(self.down),
+            up=Matrix.of(self.up, self.order),
+            down=Matrix.of(self.down, self.order),
             num_experts=self.num_experts,
             num_tokens=self.experts.shape[0],
             num_chosen=self.experts.shape[1],
@@ -199,6 +201,7 @@ def run_mixture(
     down: Form,
     *,
     limit: float = 0.0,
+    order: SumOrder = SumOrder.FREE,
 ) -> Tensor | None:
     """Runs the kernel that the table chooses. Returns partials [T, P, H] in the rows' dtype, whose
     sums are each token's mixture of its experts; None if no kernel takes the shapes."""
@@ -210,7 +213,7 @@ def run_mixture(
         return None
     assert not isinstance(up, Packed), "a form of kernels"
     assert not isinstance(down, Packed), "a form of kernels"
-    return run_chosen(RoutedRows(rows, routing_weights, experts, up, down, limit))
+    return run_chosen(RoutedRows(rows, routing_weights, experts, up, down, limit, order))
 
 
 def _suits(rows: Activations, *weights: Form) -> bool:

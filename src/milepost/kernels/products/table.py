@@ -103,7 +103,7 @@ _KEPT_ROW: Condition[Product] = (_ROW[0], lambda it, chip:
 _EXACT: Condition[Product] = ("bias may be added in another way", lambda it, _:
     not (it.weight.order.is_fixed and it.has_bias))
 _ROWS: Condition[Product] = ("one row", lambda it, _:
-    not it.is_row or it.weight.order.is_fixed)
+    not it.is_row or it.is_whole)
 _INVARIANT: Condition[Product] = ("for batch_invariant", lambda it, _:
     it.weight.order.is_fixed)
 _HALVES: Condition[Product] = ("gates and ups are no halves", lambda it, _:
@@ -151,8 +151,8 @@ _ALL, _GATED = (*_PLAIN, Epilogue.FLOAT32), (*_PLAIN, Epilogue.GATED)
 _HOPPER_FEW: dict[str, Any] = {"needs": HOPPER, "takes_bias": False}
 
 PRODUCTS: KernelTable[Product] = KernelTable(
-    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _CONTIGUOUS, _HALVES,
-        rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
+    row("raw gemv", "products.portable.gemv", _RAW, "lanes, tree", _FREE, _CONTIGUOUS,
+        _HALVES, rows=_ONE, epilogues=(*_ALL, Epilogue.GATED), cut=row_tiles.cut_gemv),
     row("norm and raw gemv", "norm.triton", _RAW, "lanes, tree", _SHORT,
         rows=_ONE, epilogues=(Epilogue.NORMED,), entry="add_norm_and_multiply"),
     row("raw small_m, Hopper", "products.hopper.raw_small_m", _RAW, "64 seq", _TMA, _RAW_SIZES,
@@ -168,15 +168,15 @@ PRODUCTS: KernelTable[Product] = KernelTable(
         cut=row_tiles.cut_raw),
     row("torch's GEMM", "products.library", _RAW, "cuBLAS", epilogues=_ALL),
     row("fp8 gemv over a ring, Hopper", "products.hopper.gemv_ring", (Fp8,), "8 parts, 128 seq",
-        _MANY, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
-    row("gemv, Hopper", "products.hopper.gemv", (Fp8,), "8 parts, 128 seq", _HALVES, _ROW,
-        rows=_ONE, epilogues=_GATED, needs=HOPPER),
+        _FREE, _MANY, _PARTS, _HALVES, _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
+    row("gemv, Hopper", "products.hopper.gemv", (Fp8,), "8 parts, 128 seq", _FREE, _HALVES,
+        _ROW, rows=_ONE, epilogues=_GATED, needs=HOPPER),
     row("int4 gemv, Hopper", "products.hopper.int4_row", (Int4,), "parts, 8 groups each", _HALVES,
         _MANY, rows=_ONE, epilogues=_GATED, cut=hopper.cut_int4_row, needs=HOPPER),
     row("int8 gemv", "products.portable.gemv", _INT8, "int32, exact", _ROW, _EXACT,
         rows=_ONE, epilogues=_PLAIN, cut=row_tiles.cut_gemv, serves=SumOrder.FIXED),
-    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _KEPT_ROW, _HALVES,
-        rows=_ONE, epilogues=_GATED, cut=row_tiles.cut_gemv),
+    row("gemv", "products.portable.gemv", _QUANTISED, "lanes, tree", _FREE, _KEPT_ROW,
+        _HALVES, rows=_ONE, epilogues=_GATED, cut=row_tiles.cut_gemv),
     row("fp8 small_m, Hopper", "products.hopper.fp8_small_m", (Fp8,), "128 seq", _ROWS, _LARGE,
         _BESIDE, _BESIDE_TMA, _FP8_SIZES, rows=RowRange(most=_MANY_ROWS),
         epilogues=(*_PLAIN, Epilogue.BESIDE), cut=hopper.cut_fp8, serves=SumOrder.FIXED,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from milepost.kernels import products
-from milepost.kernels.layout.emit import Inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Quantised
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import WeightSlots, cut_inputs, cut_outputs
@@ -110,9 +109,6 @@ class QuantisedExperts(nn.Module):
     @property
     def forms(self) -> tuple[Quantised, Quantised]:
         return self.up.form, self.down.form
-
-    def mix(self, rows: Inputs, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
-        return products.mix(rows, shares, experts, *self.forms, limit=limit)
 
     def placements(self) -> WeightSlots:
         return place_experts(self.sizes, self.names, self.scope, self.up, self.down)

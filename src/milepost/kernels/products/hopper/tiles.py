@@ -68,7 +68,7 @@ def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
     `Epilogue.PARTIALS` a separate launch adds up split-K partials."""
     num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    if num_rows == 1 and not weight.order.is_fixed:
+    if num_rows == 1 and not product.is_whole:
         return None
     if product.is_whole:
         return _cut_whole(product, chip)

@@ -125,8 +125,7 @@ def round_lines(rows: Inputs, weight: Fp8, chip: Chip) -> tuple[Tensor, Tensor]:
     rows = as_activations(rows)
     if weight.depth == BLOCK and rows.fp8 is not None:
         return rows.fp8.values, rows.fp8.scales
-    is_whole = len(rows) > 1 or weight.order.is_fixed
-    num_padded = cdiv(len(rows), LINE) * LINE if is_whole else 1
+    num_padded = cdiv(len(rows), LINE) * LINE
     return quantise(values_of(rows), weight.depth, chip, num_padded=num_padded)
 
 
