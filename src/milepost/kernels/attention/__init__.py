@@ -178,7 +178,8 @@ def prepare(
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
-    return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads, order=operation.order)
+    order = layout.order if isinstance(layout, AttentionItems) else operation.order
+    return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads, order=order)
 
 
 def store_latents(

@@ -40,14 +40,14 @@ def prepare(
     order: SumOrder = SumOrder.FREE,
 ) -> Tensor:
     """See `reference.prepare`. `norm_scale` is float32 or None, and `kv_rows` [T] int64 are the
-    rows that tokens' keys are written to, -1 for none. In a FIXED `order` the number of threads
-    per head does not depend on the number of tokens."""
+    rows that tokens' keys are written to, -1 for none. The number of threads per head depends on
+    the number of tokens only in a FREE `order`."""
     check_rows(projected=projected, norm_scale=norm_scale, kv_rows=kv_rows)
     num_tokens = len(projected)
     _, _, page_size, num_kv_heads, head_dim = kv.pool.shape
     cosines, sines = angles or (None, None)
     query = projected.new_empty(num_tokens, num_heads, head_dim)
-    are_few = num_tokens <= _FEW_TOKENS and not order.is_fixed
+    are_few = num_tokens <= _FEW_TOKENS and order is SumOrder.FREE
     tokens = 1 if are_few else _TOKENS_AT_ONCE
     grid = (cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)
     _prepare_kernel[grid](
