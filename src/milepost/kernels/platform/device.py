@@ -56,12 +56,6 @@ class Chip:
         return self.capability >= (9, 0)
 
     @property
-    def prefetches(self) -> bool:
-        """Whether rows of memory can be prefetched into the L2 cache while an earlier kernel
-        runs."""
-        return self.can_overlap and self.arch != "cpu"
-
-    @property
     def has_wide_mma(self) -> bool:
         """Whether matrix units read an operand from shared memory, or sums are not in registers:
         wgmma or tcgen05."""

@@ -59,21 +59,6 @@ def wait_for_inputs():
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def prefetch(p_rows, NUM: tl.constexpr):
-    """Has the L2 cache load NUM numbers from each of the addresses `p_rows`, which are multiples of
-    16 bytes. For chips that `prefetches` names."""
-    BYTES: tl.constexpr = NUM * p_rows.dtype.element_ty.primitive_bitwidth // 8
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-        "=r,l,r",
-        [p_rows.to(tl.int64), tl.full(p_rows.shape, BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 # --- launches that are remembered -----------------------------------------------------------------
 
 _TRITONS = ((3, 6), (3, 9))

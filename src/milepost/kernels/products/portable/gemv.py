@@ -109,9 +109,7 @@ def _gemv_kernel(
 ):
     """Computes outputs of one row. Outputs with gates are activated; those of routed tokens are
     activated too, or multiplied by routing weights."""
-    IS_UP: tl.constexpr = experts is not None and routing_weights is None
-    if not IS_UP:
-        launch_dependents()
+    launch_dependents()
     o_n = tl.program_id(0) * SHAPE.block_n + tl.arange(0, SHAPE.block_n)
     row = tl.program_id(1)
     column, is_column = o_n % SHAPE.outputs, o_n < SHAPE.outputs
@@ -121,18 +119,12 @@ def _gemv_kernel(
         if SHAPE.is_gated:
             b_o = activate(b_o, b_gate, True)
     else:
-        # Experts' raw down projections are loaded while the up projections still run.
-        EARLY: tl.constexpr = not IS_UP and weight.scales is None
-        if not EARLY:
-            wait_for_inputs()
-        if IS_UP:
-            # In this order: the next kernel may read the chosen experts as it begins.
-            launch_dependents()
-        expert = tl.load(experts + row, cache_modifier=".cg").to(tl.int64)
+        wait_for_inputs()
+        expert = tl.load(experts + row).to(tl.int64)
         if routing_weights is not None:
             # Asked for with the row: after the products a program would wait for it alone.
             routing_weight = tl.load(routing_weights + row).to(tl.float32)
-        b_up, b_gate = MULTIPLY(p_x, weight, expert, column, SHAPE, EARLY)
+        b_up, b_gate = MULTIPLY(p_x, weight, expert, column, SHAPE, False)
         if routing_weights is None:
             b_o = activate(b_up, b_gate, SHAPE.is_gated, SHAPE.limit)
         else:

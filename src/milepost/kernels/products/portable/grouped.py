@@ -20,23 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from milepost.kernels.platform.launches import (
-    OVERLAPPED,
-    launch_dependents,
-    prefetch,
-    quick,
-    wait_for_inputs,
-)
+from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.expert_table import ROW_BY_ROW, SEARCHED
-from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import Int4
 from milepost.kernels.products.grouping import Groups, group
 from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, Tiles, choose_grouped, choose_many
-from milepost.kernels.products.portable.weights import ProductShape, WeightTensors, find_row
+from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
 from milepost.kernels.products.run import RoutedRows
 
 
@@ -114,8 +107,6 @@ def project(
         is_rounded=scales is not None,
         top_k=routed.experts.shape[1],
     )
-    is_early = not is_up and groups is None and isinstance(weight, Raw) and chip.prefetches
-    is_early = is_early and weight.num_inputs % 8 == 0
     _project_kernel[(capacity * cdiv(shape.outputs, tiles.block_n),)](
         readable(values, chip),
         scales,
@@ -128,7 +119,6 @@ def project(
         capacity,
         MULTIPLY=gemm_step.choose(weight),
         SHAPE=shape,
-        EARLY=is_early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **OVERLAPPED,
@@ -149,26 +139,15 @@ def _project_kernel(
     capacity,
     MULTIPLY: tl.constexpr,
     SHAPE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Computes a tile of a block's outputs. With a stride, rows are tokens' and outputs lie by
-    group (the up projection); without, rows lie by group and outputs are routed tokens'. If EARLY,
-    weights of routed tokens' experts are on their way while the up projection still runs."""
+    group (the up projection); without, rows lie by group and outputs are routed tokens'."""
+    launch_dependents()
+    wait_for_inputs()
     OUTPUTS: tl.constexpr = SHAPE.outputs
     BLOCK_N: tl.constexpr = SHAPE.block_n
     TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     block, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = o_n % OUTPUTS
-    if stride is None:
-        launch_dependents()
-    if EARLY:
-        chosen = tl.load(groups.blocks + block, cache_modifier=".cg").to(tl.int64)
-        prefetch(find_row(weight, chosen, column, SHAPE)[0], SHAPE.inputs)
-    wait_for_inputs()
-    if stride is not None:
-        # In this order: the next kernel may read the chosen experts as it begins.
-        launch_dependents()
     expert, first_row, row, is_row = find_rows(groups, capacity, block, SHAPE)
     if expert < 0:
         return
@@ -186,6 +165,8 @@ def _project_kernel(
     if stride is None and weight.scales is None:
         o_target, b_weight = _load_target(groups.order, routing_weights, row, is_row)
     p_row_scale = None if row_scales is None else row_scales + o_x
+    o_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = o_n % OUTPUTS
     b_up, b_gate = MULTIPLY(p_x, p_row_scale, scales_stride, weight, expert, column, 0, SHAPE)
     if stride is None and weight.scales is not None:
         o_target, b_weight = _load_target(groups.order, routing_weights, row, is_row)
