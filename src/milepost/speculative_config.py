@@ -160,14 +160,14 @@ made and when they do not pay."""
 
 def read_speculative_config(value: object) -> SpeculativeConfig | None:
     """Reads a configuration, a mapping or its JSON. Raises ConfigError."""
-    own = "speculative_config"
+    setting = "speculative_config"
     if isinstance(value, SpeculativeConfig):
         return value
-    given = read_mapping(own, value)
+    given = read_mapping(setting, value)
     if given is None:
         return None
     for name, only in _IGNORED.items():
         asked = given.get(name, only)
-        require(asked == only, f"{own}: {name}={asked!r}: not supported here, leave it out")
+        require(asked == only, f"{setting}: {name}={asked!r}: not supported here, leave it out")
     kept = {name: given[name] for name in given if name not in (*_DROPPED, *_IGNORED)}
-    return read_json(own, SpeculativeConfig, kept)
+    return read_json(setting, SpeculativeConfig, kept)

@@ -222,10 +222,10 @@ def open_access(
     """
     memory, engine_id = memory_of(pools), config.engine_id or uuid.uuid4().hex
     transport = make(config, memory, f"{engine_id}/{rank}")
-    own = RankEndpoint(transport.metadata(), memory.layout)
+    here = RankEndpoint(transport.metadata(), memory.layout)
     endpoints = [
         msgspec.msgpack.decode(each, type=RankEndpoint)
-        for each in gather(msgspec.msgpack.encode(own))
+        for each in gather(msgspec.msgpack.encode(here))
     ]
     return Access(
         config=config, engine_id=engine_id, rank=rank, transport=transport, endpoints=endpoints

@@ -213,17 +213,17 @@ def endpoint(host: str, port: int | None = None) -> str:
     return f"tcp://{shown}" if port is None else f"tcp://{shown}:{port}"
 
 
-def misfit(hello: Hello, own: Hello) -> str:
+def misfit(hello: Hello, ours: Hello) -> str:
     """Returns why two engines cannot exchange anything, or an empty text if they can."""
-    if hello.version != own.version:
-        return f"version {hello.version} of the exchange, and here it is {own.version}"
-    if hello.transport != own.transport:
-        return f"transport {hello.transport!r}, and here it is {own.transport!r}"
-    if hello.num_ranks != own.num_ranks:
-        return f"tensor_parallel_size={hello.num_ranks}, and here it is {own.num_ranks}"
-    if hello.layout.piece_bytes != own.layout.piece_bytes:
+    if hello.version != ours.version:
+        return f"version {hello.version} of the exchange, and here it is {ours.version}"
+    if hello.transport != ours.transport:
+        return f"transport {hello.transport!r}, and here it is {ours.transport!r}"
+    if hello.num_ranks != ours.num_ranks:
+        return f"tensor_parallel_size={hello.num_ranks}, and here it is {ours.num_ranks}"
+    if hello.layout.piece_bytes != ours.layout.piece_bytes:
         return "pages or states of another size: another model, page size or type"
-    if hello.identity != own.identity:
+    if hello.identity != ours.identity:
         return "another model, or the same with another page size, type or seed"
     return ""
 

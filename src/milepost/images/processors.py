@@ -76,18 +76,18 @@ def read_video_settings(folder: Path) -> ImageSettings:
 
 def read_frame_sampling(folder: Path) -> FrameSampling:
     """Reads how many frames of a video are taken, from the file of `read_video_settings`."""
-    own = FrameSampling()
+    defaults = FrameSampling()
     if read_image_settings(folder).keeps_overshoot:
-        own = FrameSampling(max_frames=_FLOATING_FRAMES)
+        defaults = FrameSampling(max_frames=_FLOATING_FRAMES)
     found = next(_parts(folder, *_VIDEO_FILE), None)
     if found is None:
-        return own
+        return defaults
     path, raw = found
     with reading(path):
         if raw.get("cap_pixels_per_frame"):
             raise UnsupportedModelError("cap_pixels_per_frame=True is not supported")
         names = [field.name for field in fields(FrameSampling)]
-        return replace(own, **{name: raw[name] for name in names if raw.get(name) is not None})
+        return replace(defaults, **{name: raw[name] for name in names if raw.get(name) is not None})
 
 
 def _read_floating_video(folder: Path, images: ImageSettings) -> ImageSettings:

@@ -120,10 +120,10 @@ def _parts(
     pixels = pixels + pixels[-1:] * (-len(pixels) % each)
     groups = []
     for first in range(0, len(pixels), each):
-        own = times[first : first + each]
-        seconds = (own[0] + own[-1]) / 2
+        group_times = times[first : first + each]
+        seconds = (group_times[0] + group_times[-1]) / 2
         counts_frames = settings.frame_patches is not None
-        text = _all_times(own, first) if counts_frames else f"<{seconds:.1f} seconds>"
+        text = _all_times(group_times, first) if counts_frames else f"<{seconds:.1f} seconds>"
         image = from_frames(pixels[first : first + each], settings)
         groups.append(FrameGroup(image=image, seconds=seconds, text=text))
     return groups

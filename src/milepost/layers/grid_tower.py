@@ -119,7 +119,7 @@ class GridConv(nn.Module):
         gate_in, gate_out, values = inputs.chunk(3, -1)
         lengths = [prod(grid) for grid in layout.grids]
         pictures = zip((gate_in * values).split(lengths), layout.grids, strict=True)
-        mixed = [self._convolve(own, grid) for own, grid in pictures]
+        mixed = [self._convolve(patches, grid) for patches, grid in pictures]
         joined = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         output: Tensor = self.out(gate_out * joined, is_fixed=layout.is_fixed)
         return output

@@ -143,7 +143,7 @@ class Tower(nn.Module):
             hidden = self._with_positions(hidden, self.positions, layout)
         if self.prefix is not None:
             pictures = hidden.split([prod(grid) for grid in layout.grids])
-            hidden = torch.cat([each for own in pictures for each in (self.prefix, own)])
+            hidden = torch.cat([each for patches in pictures for each in (self.prefix, patches)])
         return TowerRun(hidden=hidden, delta=None, layout=layout)
 
     @torch.inference_mode()
@@ -191,7 +191,9 @@ class Tower(nn.Module):
         split = (each.split(lengths) for each in (hidden, *layout.places))
         parts = zip(*split, grids, strict=True)
         add = _FITS[self.shapes.table_fit]
-        added = [add(own, table, (row, column), grid[1:]) for own, row, column, grid in parts]
+        added = [
+            add(patches, table, (row, column), grid[1:]) for patches, row, column, grid in parts
+        ]
         return added[0] if len(added) == 1 else torch.cat(added)
 
     def _places(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:

@@ -212,22 +212,22 @@ def _take_rope(found: ConfigValues, key: str, other: str, value: Any, where: str
 
 
 def _check_known(
-    given: ConfigValues, own: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig]
+    given: ConfigValues, raw: ConfigValues, architecture: Architecture, kind: type[PreTrainedConfig]
 ) -> None:
     """Raises ConfigError for an override of a setting that nothing reads."""
     inner = _inner(kind, architecture)
     spelled = {name for names in architecture.spellings for name in names}
     spelled.add("num_hidden_layers")  # some models derive it from the length of a list
     for name in given:
-        known = _fields(kind) | set(own) | (spelled if inner is None else {TEXT})
+        known = _fields(kind) | set(raw) | (spelled if inner is None else {TEXT})
         if name in known:
             continue
         hint = ": those of the text model stand in text_config" if inner is not None else ""
         raise ConfigError(f"hf_overrides: config.json has no {name} to override{hint}")
-    if given.get("model_type", own["model_type"]) != own["model_type"]:
+    if given.get("model_type", raw["model_type"]) != raw["model_type"]:
         raise ConfigError(
             f"hf_overrides: model_type={given['model_type']!r}: the file's is "
-            f"{own['model_type']!r}, and its settings are that model's; edit config.json in a copy "
+            f"{raw['model_type']!r}, and its settings are that model's; edit config.json in a copy "
             "of the checkpoint"
         )
     text = given.get(TEXT)
@@ -236,22 +236,22 @@ def _check_known(
     if not isinstance(text, dict):
         raise ConfigError(f"hf_overrides: {TEXT}={text!r} is no object")
     for name in text:
-        if name not in _fields(inner) | set(own[TEXT]) | spelled:
+        if name not in _fields(inner) | set(raw[TEXT]) | spelled:
             raise ConfigError(f"hf_overrides: config.json has no {TEXT}.{name} to override")
 
 
-def _leave_out_others(own: ConfigValues, given: ConfigValues, architecture: Architecture) -> None:
+def _leave_out_others(raw: ConfigValues, given: ConfigValues, architecture: Architecture) -> None:
     """Drops the file's settings that express the same as an override."""
     if isinstance(given.get(TEXT), dict):
-        _leave_out_others(own[TEXT], given[TEXT], architecture)
+        _leave_out_others(raw[TEXT], given[TEXT], architecture)
     for names in architecture.spellings:
         if any(name in given for name in names):
             for name in names:
-                own.pop(name, None)
+                raw.pop(name, None)
 
 
-def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigValues:
-    merged = dict(own)
+def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigValues:
+    merged = dict(raw)
     for name, value in overrides.items():
         if isinstance(value, Mapping) and isinstance(inner := merged.get(name), Mapping):
             value = _merged(inner, value)

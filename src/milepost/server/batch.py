@@ -134,10 +134,10 @@ async def answer_all(
     try:
         async with asyncio.TaskGroup() as tasks:
             for number, line in enumerate(source, start=1):
-                own = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if own.strip():
+                plain = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if plain.strip():
                     await places.acquire()
-                    tasks.create_task(answer_one(own, number))
+                    tasks.create_task(answer_one(plain, number))
     except ExceptionGroup as errors:  # all have one cause, such as a full disk
         raise errors.exceptions[0] from None
     return counts

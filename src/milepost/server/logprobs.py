@@ -63,9 +63,9 @@ def chat_content(delta: Delta, num_top: int, octets: TokenBytes) -> list[dict[st
 
 
 def _chat_token(entry: Entry, num_top: int, octets: TokenBytes) -> dict[str, Any]:
-    token_id, own = next(iter(entry.items()))
+    token_id, chosen = next(iter(entry.items()))
     tops = [_token(id_, logprob, octets) for id_, logprob in _tops(entry, num_top)]
-    return {**_token(token_id, own, octets), "top_logprobs": tops}
+    return {**_token(token_id, chosen, octets), "top_logprobs": tops}
 
 
 def _token(token_id: int, logprob: Logprob, octets: TokenBytes) -> dict[str, Any]:

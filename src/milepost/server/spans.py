@@ -111,11 +111,11 @@ class RequestSpan:
             start_time=self._ns(arrival),
             attributes={"gen_ai.operation.name": operation, "gen_ai.provider.name": "milepost"},
         )
-        own = self._span.get_span_context()
+        span_context = self._span.get_span_context()
         self.context = TraceContext(
-            trace_id=f"{own.trace_id:032x}",
-            span_id=f"{own.span_id:016x}",
-            flags=int(own.trace_flags),
+            trace_id=f"{span_context.trace_id:032x}",
+            span_id=f"{span_context.span_id:016x}",
+            flags=int(span_context.trace_flags),
         )
         """Context of the span, for logs and for other engines."""
 

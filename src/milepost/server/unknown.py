@@ -81,17 +81,17 @@ def ignored(body: Body) -> Iterator[tuple[str, bool]]:
     todo: list[_FieldPlace] = [(body, None, "", None)]
     while todo:
         place = todo.pop()
-        own = place[0]
-        extras = own.__pydantic_extra__
+        current = place[0]
+        extras = current.__pydantic_extra__
         if extras:
             where = _path(place)
             yield from ((where + name, True) for name in extras)
             extras.clear()
-        watch = _watch(type(own))
+        watch = _watch(type(current))
         if watch is not None:
             yield from watch.ignored(place)
         inside: list[_FieldPlace] = []
-        for name, value in own.__dict__.items():
+        for name, value in current.__dict__.items():
             if type(value) in _LEAVES:  # much faster than isinstance
                 continue
             if isinstance(value, Body):

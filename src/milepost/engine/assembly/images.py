@@ -140,9 +140,9 @@ def image_facts(
             max_videos=config.max_videos,
         )
     if video_id is not None and not settings.is_tiled:
-        own = read_video_settings(folder)
+        read = read_video_settings(folder)
         video = VideoFacts(
-            settings=own if _has_rows(whole) else replace(own, has_rows=False),
+            settings=read if _has_rows(whole) else replace(read, has_rows=False),
             sampling=read_frame_sampling(folder),
             token_id=video_id,
             text=text_of(start, "video_token_id", end),

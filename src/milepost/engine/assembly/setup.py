@@ -173,23 +173,23 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
     check_split(folder, load_options_of(config, folder, device, ranks))
 
 
-def _facts(config: EngineConfig, own: RankParts) -> Facts:
-    shape = own.shape
+def _facts(config: EngineConfig, rank: RankParts) -> Facts:
+    shape = rank.shape
     return Facts(
-        device=_device_name(own.device, config.tensor_parallel_size),
+        device=_device_name(rank.device, config.tensor_parallel_size),
         dtype=str(shape.dtype).removeprefix("torch."),
         state_dtype=str(shape.state_dtype).removeprefix("torch."),
-        kv_dtype=own.kv_dtype,
-        weights_bytes=own.weights_bytes,
+        kv_dtype=rank.kv_dtype,
+        weights_bytes=rank.weights_bytes,
         page_bytes=shape.page_bytes,
         slot_bytes=shape.state_bytes,
-        cache_bytes=own.sizes.num_bytes(shape),
-        is_shared=isinstance(own.sizes, OneMemory),
-        num_graphs=own.num_graphs,
-        fingerprint=f"bitwise-{own.cache.identity.hex()}" if config.batch_invariant else "",
-        model_type=own.whole.model_type,
-        num_positions=own.model.num_positions,
-        step_tokens=own.config.step_tokens(),
+        cache_bytes=rank.sizes.num_bytes(shape),
+        is_shared=isinstance(rank.sizes, OneMemory),
+        num_graphs=rank.num_graphs,
+        fingerprint=f"bitwise-{rank.cache.identity.hex()}" if config.batch_invariant else "",
+        model_type=rank.whole.model_type,
+        num_positions=rank.model.num_positions,
+        step_tokens=rank.config.step_tokens(),
     )
 
 

@@ -118,8 +118,8 @@ def masks_along(
     return found
 
 
-def _both(form: Mask | None, own: Mask | None) -> Mask | None:
+def _both(form: Mask | None, restriction: Mask | None) -> Mask | None:
     """Returns the tokens that two masks allow."""
-    if form is None or own is None:
-        return own if form is None else form
-    return form & own
+    if form is None or restriction is None:
+        return restriction if form is None else form
+    return form & restriction

@@ -99,8 +99,8 @@ def facts_for(facts: ImageFacts | None, asked: object) -> ImageFacts | None:
         return None
     settings, video = _resized(facts.settings, for_images, "images"), facts.video
     if video is not None and video.settings.frame_patches is not None:
-        own = [each for each in for_videos.values() if each.name.startswith("videos_kwargs.")]
-        for each in own:
+        named = [each for each in for_videos.values() if each.name.startswith("videos_kwargs.")]
+        for each in named:
             if each.name.rpartition(".")[2] not in _FRAMES:
                 raise each.refusal("frames of this model's videos have one size")
         video = msgspec.structs.replace(video, sampling=_sampled(video, for_videos))
@@ -130,8 +130,8 @@ _Given = dict[str, _AskedNumber]
 
 
 def _inside(asked: Any, kind: str, names: tuple[str, ...]) -> _Given:
-    own = asked.get(kind)
-    return {} if own is None else _read(own, f"{kind}.", names)
+    inner = asked.get(kind)
+    return {} if inner is None else _read(inner, f"{kind}.", names)
 
 
 def _read(

@@ -214,14 +214,14 @@ def _expanded(given: Sequence[int], waiting: Mapping[int, Sequence[PreparedPictu
     """Inserts images, which are listed by the token that stands for each, into tokens. Raises
     InvalidPromptError if there are not as many as tokens that stand for them."""
     places = [place for place, token in enumerate(given) if token in waiting]
-    for token_id, own in waiting.items():
+    for token_id, prepared in waiting.items():
         count = sum(given[place] == token_id for place in places)
-        if count != len(own):
+        if count != len(prepared):
             raise InvalidPromptError(
                 f"the prompt has a place for {count} images (token {token_id}), and "
-                f"{len(own)} came with it"
+                f"{len(prepared)} came with it"
             )
-    queues = {token_id: iter(own) for token_id, own in waiting.items()}
+    queues = {token_id: iter(prepared) for token_id, prepared in waiting.items()}
     images = [next(queues[given[place]]) for place in places]
     tokens: list[int] = []
     pictures: list[Picture] = []

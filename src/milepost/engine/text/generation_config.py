@@ -38,10 +38,10 @@ def end_token_ids(
     tokenizer's own. Without generation_config.json, config.json is read. `overrides` of config.json
     come before both files. A token may be named by its text. Raises ConfigError for a file that is
     no JSON object, and for an invalid token."""
-    own, whole = folder / FILE, folder / "config.json"
+    file, whole = folder / FILE, folder / "config.json"
     ids = (
         _ids_of_config(overrides or {}, "hf_overrides", tokenizer)
-        or _listed_ids(_read(own), own, tokenizer)
+        or _listed_ids(_read(file), file, tokenizer)
         or _ids_of_config(_read(whole), whole, tokenizer)
     )
     if tokenizer is not None and tokenizer.eos_token_id is not None:

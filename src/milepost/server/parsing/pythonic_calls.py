@@ -70,11 +70,11 @@ def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
         ]
     rules = [f'{rule}: {head} {rule}_f0 ")"']
     for i, (name, its) in enumerate(parameters.named.items()):
-        own, first, more = f"{rule}_p{i}", f"{rule}_f{i + 1}", f"{rule}_m{i + 1}"
-        rules.append(f"{own}: {lark.text(_checked(name) + '=')} {its.json_rule(**strictly)}")
+        pair, first, more = f"{rule}_p{i}", f"{rule}_f{i + 1}", f"{rule}_m{i + 1}"
+        rules.append(f"{pair}: {lark.text(_checked(name) + '=')} {its.json_rule(**strictly)}")
         skip, mark = ("", "") if name in parameters.required else (f" | {first}", "?")
-        rules.append(f"{rule}_f{i}: {own} {more}{skip}")
-        rules.append(f'{rule}_m{i}: (", " {own}){mark} {more}')
+        rules.append(f"{rule}_f{i}: {pair} {more}{skip}")
+        rules.append(f'{rule}_m{i}: (", " {pair}){mark} {more}')
     num = len(parameters.named)
     return [*rules, f'{rule}_f{num}: ""', f'{rule}_m{num}: ""']
 

@@ -42,7 +42,7 @@ class ThinkTags:
     def is_open_in(self, prompt: str, begun: str = "") -> bool:
         """Returns whether an answer to this prompt begins inside the reasoning. The prompt ends
         with `begun`, the beginning of the answer."""
-        opened, closed = (max(map(begun.rfind, own)) for own in (self.opens, self.closes))
+        opened, closed = (max(map(begun.rfind, tags)) for tags in (self.opens, self.closes))
         if opened != closed:
             return opened > closed
         end = prompt.removesuffix(begun)[-1024:].rstrip()

@@ -101,11 +101,11 @@ class TaggedCalls:
         before, after = self.key[0], f"{self.key[1]}\n{self.value[0]}"
         parts, rules = [], []
         for number, (key, its) in enumerate(parameters.named.items()):
-            own = f"{rule}_p{number}"
-            parts.append(own if key in parameters.required else f"{own}?")
+            part = f"{rule}_p{number}"
+            parts.append(part if key in parameters.required else f"{part}?")
             head = before + _checked(key, self.names[1]) + after
-            rules.append(f"{own}: {lark.text(head)} {own}_v")
-            rules += its.rules(f"{own}_v", end, barred, **strictly)
+            rules.append(f"{part}: {lark.text(head)} {part}_v")
+            rules += its.rules(f"{part}_v", end, barred, **strictly)
         if parameters.others is not None:
             parts.append(f"{rule}_o*")
             name = f"{rule}_k".upper()

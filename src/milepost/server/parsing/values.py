@@ -133,10 +133,10 @@ class Value:
         if self.brackets:
             parts.append(lark.regex(rf"\s*([^\s{re.escape(self.brackets)}](?s:.*))?"))
         scalars = [lark.regex(pattern) for other in self._others for pattern in _scalar(other)]
-        name, own = rule.upper(), " & ".join(parts)
+        name, lexeme = rule.upper(), " & ".join(parts)
         return [
             f"{rule}[lazy]: {name} {lark.text(end)}",
-            f"{name}: {' | '.join([f'({own})', *scalars])}",
+            f"{name}: {' | '.join([f'({lexeme})', *scalars])}",
         ]
 
 
