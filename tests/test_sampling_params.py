@@ -162,6 +162,16 @@ def test_numpys_numbers_are_numbers():
         assert type(getattr(params, name)) is type(value.item())
 
 
+def test_numpys_arrays_are_lists_of_token_ids():
+    ids, bias = np.array([3, 5]), np.float32(-0.5)
+    given = {"stop_token_ids": ids, "allowed_token_ids": ids, "logit_bias": {ids[0]: bias}}
+    params = SamplingParams(**given, stop=np.array(["a", "b"]))
+    assert params == SamplingParams(
+        stop_token_ids=[3, 5], allowed_token_ids=[3, 5], logit_bias={3: -0.5}, stop=["a", "b"]
+    )
+    assert set(map(type, (*params.stop_token_ids, *params.logit_bias))) == {int}
+
+
 @pytest.mark.parametrize("value", [np.complex64(1), np.True_, np.ones(1), Fraction(1), Decimal(1)])
 def test_other_numbers_are_refused(value):
     with pytest.raises(InvalidRequestError, match=r"^max_tokens="):

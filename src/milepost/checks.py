@@ -161,7 +161,7 @@ def listed(name: str, values: object) -> tuple[Any, ...]:
     """Returns the values as a tuple. A text is not a list of its characters."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable | None):
         refuse(name, values, "a list")
-    return tuple(values or ())
+    return () if values is None else tuple(values)
 
 
 def is_number(value: object) -> TypeGuard[float]:

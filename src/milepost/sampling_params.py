@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 from numbers import Real
+from typing import Any
 
 from milepost.checks import check_ids, check_int, check_number, check_unicode, listed, refuse
 from milepost.structured_outputs import StructuredOutputs
@@ -115,17 +116,15 @@ class SamplingParams:
             form = StructuredOutputs(**self.structured_outputs)
             object.__setattr__(self, "structured_outputs", form)
         for name in _NUMBERS:
-            value = getattr(self, name)
-            if not isinstance(value, int | float | None) and isinstance(value, Real):
-                plain = getattr(value, "item", lambda own=value: own)
-                object.__setattr__(self, name, plain())
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        if isinstance(self.logit_bias, Mapping):
+            biases = {_plain(id_): _plain(bias) for id_, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases)
         self._check_types()
         self._check_shape_of_distribution()
         self._check_penalties()
         self._check_counts()
         self._check_seed()
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._token_ids("stop_token_ids"))
         if self.allowed_token_ids is not None:
@@ -246,7 +245,7 @@ class SamplingParams:
         return stop
 
     def _token_ids(self, name: str) -> tuple[int, ...]:
-        token_ids = listed(name, getattr(self, name))
+        token_ids = tuple(map(_plain, listed(name, getattr(self, name))))
         for token_id in token_ids:
             check_int(name, token_id, 0, "token ids")
         return token_ids
@@ -258,6 +257,13 @@ class SamplingParams:
                 refuse("bad_words", word, "strings that are not empty")
             check_unicode(word, f"bad_words={word!r}")
         return words or None
+
+
+def _plain(value: Any) -> Any:
+    """Returns Python's number for one of numpy's."""
+    if isinstance(value, int | float | None) or not isinstance(value, Real):
+        return value
+    return getattr(value, "item", lambda: value)()
 
 
 _NUMBERS = (

@@ -138,6 +138,12 @@ def test_what_is_no_prompt_is_refused(talker, nothing):
         talker.chat(nothing, greedy())
 
 
+@pytest.mark.parametrize("message", [5, None, "a", object()])
+def test_a_message_that_is_none_is_named(talker, message):
+    with pytest.raises(InvalidRequestError, match="use a dict with a role and a content"):
+        talker.chat([message], greedy())
+
+
 def test_chat_goes_on_with_the_last_message(talker, tokenizer):
     messages = [{"role": "user", "content": "again"}, {"role": "assistant", "content": "the fox"}]
     (output,) = talker.chat(messages, greedy(), use_tqdm=False, continue_final_message=True)

@@ -147,7 +147,8 @@ def is_conversation(messages: ChatMessages | Sequence[ChatMessages]) -> TypeGuar
     several."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequestError(f"messages={messages!r}: use a list of messages")
-    return not messages or isinstance(messages[0], Mapping)
+    first = messages[0] if messages else None
+    return isinstance(first, str) or not isinstance(first, Sequence)
 
 
 def one_each(
