@@ -49,7 +49,8 @@ compile-matrix-tritons: $(STAMP)
 
 # Clients of others against our server. Their libraries need a virtual environment of their own.
 CLIENTS_VENV ?= .venv-clients
-CLIENTS_NPM ?= @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
+CLIENTS_NPM ?= @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 opencode-ai@1.18.33 \
+	@continuedev/cli@1.5.47 @mariozechner/pi-coding-agent@0.73.1 @qwen-code/qwen-code@0.15.10
 test-clients: $(STAMP)
 	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt

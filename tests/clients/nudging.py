@@ -86,13 +86,20 @@ def nudged(path: str, body: dict[str, Any], tool: str) -> dict[str, Any]:
     """A body with a tool choice before the first result, and a form after it."""
     if "count_tokens" in path or not body.get("tools"):
         return body
-    has_result = f'"{tool}"' in json.dumps(body.get("input") or body.get("messages"))
+    said = body.get("input") or [m for m in body["messages"] if m["role"] != "system"]
+    has_result = f'"{tool}"' in json.dumps(said)
     if "/messages" in path:
         if not has_result:
             return {**body, "tool_choice": {"type": "tool", "name": tool}}
         form = {"format": {"type": "json_schema", "schema": DONE}}
         config = {**body.get("output_config", {}), **form, "effort": "low"}
         return {**body, "tool_choice": {"type": "none"}, "output_config": config}
+    if "/chat/" in path:
+        if not has_result:
+            choice = {"type": "function", "function": {"name": tool}}
+            return {**body, "tool_choice": choice}
+        form = {"type": "json_schema", "json_schema": {"name": "end", "schema": DONE}}
+        return {**body, "tool_choice": "none", "response_format": form}
     if not has_result:
         return {**body, "tool_choice": {"type": "function", "name": tool}}
     form = {"type": "json_schema", "name": "end", "schema": DONE}

@@ -69,7 +69,7 @@ def agent(tmp_path, command, **environment):
     if not AGENTS or not program.exists():
         pytest.skip(f"npm has put no {command[0]} into CLIENTS_NODE")
     for name in ("home", "work"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
     own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), **environment}
     done = subprocess.run(
         [str(program), *command[1:]],
@@ -108,6 +108,88 @@ def test_claude_code_calls_a_tool_and_goes_on(folder, tmp_path):  # noqa: F811
     blocks = [block for message in last for block in message["content"]]
     assert "tool_result" in [block["type"] for block in blocks if isinstance(block, dict)]
     assert "system" in [message["role"] for message in last], "one in the middle"
+    assert "done" in said
+
+
+OPENCODE = {
+    "model": "own/tiny",
+    "small_model": "own/tiny",
+    "autoupdate": False,
+    "provider": {
+        "own": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{url}/v1", "apiKey": "none"},
+            "models": {"tiny": {"name": "tiny"}},
+        }
+    },
+}
+CONTINUE = {
+    "name": "own",
+    "version": "0.0.1",
+    "schema": "v1",
+    "models": [
+        {
+            "name": "tiny",
+            "provider": "vllm",
+            "model": "tiny",
+            "apiBase": "{url}/v1",
+            "apiKey": "none",
+            "roles": ["chat"],
+            "capabilities": ["tool_use"],
+        }
+    ],
+}
+PI_MODEL = {"id": "tiny", "name": "tiny", "contextWindow": 131072, "maxTokens": 8000}
+PI = {"baseUrl": "{url}/v1", "api": "openai-completions", "apiKey": "none", "models": [PI_MODEL]}
+QWEN = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "{url}/v1", "OPENAI_MODEL": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("command", "tool", "file", "content", "environment"),
+    [
+        (["opencode", "run", "say hello"], "read", "work/opencode.json", OPENCODE, {}),
+        (
+            ["cn", "--config", "config.yaml", "--auto", "-p", "say hello"],
+            "Read",
+            "work/config.yaml",
+            CONTINUE,
+            {},
+        ),
+        (
+            ["pi", "--provider", "own", "--model", "tiny", "-p", "say hello"],
+            "read",
+            "home/.pi/agent/models.json",
+            {"providers": {"own": PI}},
+            {},
+        ),
+        (
+            ["qwen", "--auth-type", "openai", "-p", "say hello", "--yolo"],
+            "list_directory",
+            "work/empty.json",
+            {},
+            QWEN,
+        ),
+    ],
+    ids=["opencode", "continue", "pi", "qwen"],
+)
+def test_agents_over_chat_call_a_tool_and_go_on(
+    folder,  # noqa: F811
+    tmp_path,
+    command,
+    tool,
+    file,
+    content,
+    environment,
+):
+    with serving(folder, *LONG) as server, nudging(server.url, tool) as proxy:  # noqa: F811
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(content).replace("{url}", proxy.url))
+        own = {name: value.replace("{url}", proxy.url) for name, value in environment.items()}
+        said = agent(tmp_path, command, **own)
+    assert set(proxy.statuses) == {200}, proxy.refusals
+    assert proxy.ignored == {""}
+    assert "tool" in [message["role"] for message in proxy.asked[-1][1]["messages"]]
     assert "done" in said
 
 
