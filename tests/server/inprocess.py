@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +56,11 @@ class RenderedHere(PreTrainedTokenizerFast):
         return super().apply_chat_template(*given, **options)
 
 
+@cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    return chatmodel.make_tokenizer(RenderedHere)
+
+
 def service(config: ServerConfig, tokenizer: PreTrainedTokenizerFast | None = None) -> Service:
     """The tokenizer is the tiny model's if none is given; it renders conversations in a thread."""
     client = SimpleNamespace(
@@ -68,7 +73,7 @@ def service(config: ServerConfig, tokenizer: PreTrainedTokenizerFast | None = No
         add=_refuse,
     )
     client.check_room = partial(EngineClient.check_room, client)
-    return Service(config, client, tokenizer or chatmodel.make_tokenizer(RenderedHere), ["tiny"])
+    return Service(config, client, tokenizer or _tokenizer(), ["tiny"])
 
 
 def answered(

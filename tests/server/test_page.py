@@ -3,11 +3,11 @@
 import asyncio
 import json
 import re
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from milepost.config import EngineConfig
 from milepost.page import routes as page
 from milepost.server import app
 from milepost.server.config import ServerConfig
@@ -104,13 +104,9 @@ class Engine:
     """As much of a client as the application asks."""
 
     death = None
-    info = SimpleNamespace(
-        page_size=64,
-        facts=INFO.facts,
-        images=None,
-        sampling_defaults={},
-    )
+    info = INFO
     limits = LIMITS
+    config = EngineConfig()
 
     async def state(self):
         return b"{}"
