@@ -14,23 +14,6 @@ from tests.pictured import SETTINGS
 from tests.pictured_prompts import GREEDY, answer, asked, image, open_llm, save_folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_folder(tmp_path_factory.mktemp("pictured"))
-
-
-@pytest.fixture(scope="module")
-def cold(folder):
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(folder):
-    with open_llm(folder) as llm:
-        yield llm
-
-
 def test_another_image_changes_the_answer(cold):
     """Else nothing below would show anything."""
     answers = {tuple(answer(cold, asked(20, image(8, 8, seed), 30))[0]) for seed in range(3)}

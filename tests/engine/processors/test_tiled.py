@@ -12,8 +12,8 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from milepost import LLM
 from milepost.errors import InvalidRequestError
 from tests import tiled
-from tests.engine import image_chats
-from tests.engine.image_chats import PARAMS, answer_of, chat, image
+from tests.engine.processors import image_chats
+from tests.engine.processors.image_chats import PARAMS, answer_of, chat, image
 from tests.images.pictures import picture
 
 OPTIONS = {**image_chats.OPTIONS, "num_slots": 4}
@@ -24,18 +24,6 @@ SMALL, LARGE = (16, 32), (64, 96)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiled.save_chat(tmp_path_factory.mktemp("tiled"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, **OPTIONS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def cold(folder):
-    with LLM(folder, enable_prefix_caching=False, **OPTIONS) as llm:
-        yield llm
 
 
 def expected_text(rows, columns, num_each, num_whole):

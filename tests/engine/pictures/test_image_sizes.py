@@ -12,29 +12,12 @@ from milepost.errors import InvalidRequestError
 from tests import pictured_chat
 from tests.pictured import SETTINGS
 from tests.pictured_chat import animation
-from tests.pictured_prompts import answer, asked, image, open_llm, save_folder
+from tests.pictured_prompts import answer, asked, image
 
 TOKEN = SETTINGS.unit**2
 SMALL, LARGE = {"max_pixels": 16 * TOKEN}, {"size": {"longest_edge": 64 * TOKEN}}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SHOWN = image(8, 8, 1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_folder(tmp_path_factory.mktemp("pictured"))
-
-
-@pytest.fixture(scope="module")
-def cold(folder):
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(folder):
-    with open_llm(folder) as llm:
-        yield llm
 
 
 def sized(kwargs, last, before=38):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from milepost import LLM, SamplingParams
-from tests.engine.test_images import asked, folder, image, open_llm  # noqa: F401
+from tests.pictured_prompts import asked, image, open_llm
 
 NUM_PROMPTS = 7
 
@@ -31,7 +31,7 @@ def bits(llm: LLM, prompts: list[dict[str, Any]], wishes: list[SamplingParams]) 
     return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
 
 
-def check_bits(seed: int, folder: Path, **options: Any) -> None:  # noqa: F811
+def check_bits(seed: int, folder: Path, **options: Any) -> None:
     """Asks for everything twice, with little memory."""
     rng = random.Random(seed)
     prompts = draw_prompts(rng)
@@ -65,11 +65,11 @@ def check_bits(seed: int, folder: Path, **options: Any) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(("dtype", "seed"), [("float32", 0), ("bfloat16", 1)])
-def test_bits(dtype, seed, folder):  # noqa: F811
+def test_bits(dtype, seed, folder):
     check_bits(seed, folder, dtype=dtype)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 30))
-def test_many_bits(seed, folder):  # noqa: F811
+def test_many_bits(seed, folder):
     check_bits(seed, folder, dtype=random.Random(seed).choice(["float32", "bfloat16"]))

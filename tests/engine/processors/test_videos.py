@@ -27,12 +27,6 @@ def folder(tmp_path_factory):
     return pictured_chat.save(tmp_path_factory.mktemp("pictured_chat"))
 
 
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, **OPTIONS) as llm:
-        yield llm
-
-
 def chat(*parts):
     content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
     return [{"role": "user", "content": content}]

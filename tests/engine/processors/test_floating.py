@@ -13,8 +13,8 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.errors import InvalidRequestError, UnsupportedModelError
 from tests import floating
-from tests.engine import image_chats
-from tests.engine.image_chats import PARAMS, answer_of, chat, image
+from tests.engine.processors import image_chats
+from tests.engine.processors.image_chats import PARAMS, answer_of, chat, image
 from tests.images.pictures import encoded, picture
 
 OPTIONS = {**image_chats.OPTIONS, "num_slots": 24}
@@ -25,18 +25,6 @@ SIZE = 40, 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return floating.save_chat(tmp_path_factory.mktemp("floating"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, **OPTIONS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def cold(folder):
-    with LLM(folder, enable_prefix_caching=False, **OPTIONS) as llm:
-        yield llm
 
 
 @pytest.mark.parametrize("size", [SIZE, (16, 24), (31, 17), (300, 90)])
