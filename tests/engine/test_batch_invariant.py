@@ -12,10 +12,11 @@ import torch
 from milepost.config import EngineConfig
 from milepost.engine.assembly.bitwise import facts_of, refuse_states
 from milepost.engine.assembly.sizing import pool_shape
+from milepost.engine.prompts import read_prompt
 from milepost.errors import ConfigError
 from milepost.models import load_model
 from milepost.parallel import ALONE, Ranks
-from tests.engines import ask_all, sampled, save_tiny, tokens
+from tests.engines import answer, ask, ask_all, greedy, prompt, sampled, save_tiny, tokens
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,32 @@ def test_a_preempted_answer_is_computed_again_in_pieces(gated_delta):
     assert [each.logprobs for each in together] == [each.logprobs for each in alone]
     assert stats.decode_tokens - 2 * num_alone > 20
     assert not stats.num_draft_tokens, "nothing is looked up"
+
+
+def test_newcomers_interrupt_an_answer_that_is_canonicalised(gated_delta):
+    """After any number of its steps, and one of them is given up itself. What is shared by then has
+    the bits of a cold run."""
+    llm = gated_delta.open(
+        batch_invariant=True, num_pages=24, num_slots=5, max_num_batched_tokens=64
+    )
+    cold = gated_delta.open(batch_invariant=True, enable_prefix_caching=False, max_num_seqs=1)
+    engine, reused = llm.llm_engine, []
+    for num_steps in range(6):
+        first = tokens(90, num_steps)
+        (output,) = ask(llm, first, params=greedy(150))
+        assert engine.do_idle_work()
+        for _ in range(num_steps):
+            engine.step()
+        chat = [*first, *answer(output), *tokens(20, num_steps)]
+        gone = engine.add(read_prompt(prompt(chat[:150]), None), sampled(9))
+        for _ in range(num_steps % 3):
+            engine.step()
+        engine.abort(gone)
+        (found,), (expected,) = (ask(each, chat, params=sampled(9)) for each in (llm, cold))
+        assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+        reused.append(found.num_cached_tokens)
+    assert reused[0] < 192, "it had not begun"
+    assert reused[-1] == 192, "it was complete"
 
 
 def test_keys_say_how_ranks_are_added_up():
