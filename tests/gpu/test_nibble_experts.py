@@ -41,8 +41,20 @@ FORMS = {
         make_int4(EXPERTS, 1280, 384, group=128),
         make_int4(EXPERTS, 384, 640, group=128),
     ),
+    "64": lambda: (
+        make_int4(EXPERTS, 1024, 1024, group=64),
+        make_int4(EXPERTS, 1024, 512, group=64),
+    ),
+    "64, half a step more, no gates": lambda: (
+        make_int4(EXPERTS, 384, 640, group=64),
+        make_int4(EXPERTS, 640, 384, group=64),
+    ),
 }
-DTYPES = {"gates": torch.bfloat16, "channels, no gates": torch.float16}
+DTYPES = {
+    "gates": torch.bfloat16,
+    "channels, no gates": torch.float16,
+    "64, half a step more, no gates": torch.float16,
+}
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

@@ -171,6 +171,9 @@ def test_a_chain_of_rows_and_raw_weights_beside(num_tokens: int) -> None:
         ((4096, 12288), 12288),
         ((16904, 1024), 128),  # whole, of 64 outputs
         ((33800, 512), 512),  # and of 128
+        ((12288, 2048), 32),
+        ((200, 1536), 32),
+        ((33800, 512), 64),
     ],
 )
 def test_gemm_of_nibbles(num_tokens: int, shape: tuple[int, int], group: int, dtype) -> None:

@@ -32,6 +32,14 @@ FORMS = {
         make_int4(EXPERTS, 256, HIDDEN, group=HIDDEN),
         make_int4(EXPERTS, HIDDEN, 256, group=256),
     ),
+    "32": lambda: (
+        make_int4(EXPERTS, 1280, HIDDEN, group=32),
+        make_int4(EXPERTS, HIDDEN, 640, group=32),
+    ),
+    "64 and 32, no gates": lambda: (
+        make_int4(EXPERTS, 256, HIDDEN, group=64),
+        make_int4(EXPERTS, HIDDEN, 256, group=32),
+    ),
 }
 
 
@@ -75,7 +83,7 @@ def test_partials(name: str, num_tokens: int) -> None:
     """A token's bits depend neither on the blocks' height nor on its neighbours."""
     from milepost.kernels.products.hopper import int4_grouped
 
-    dtype = torch.bfloat16 if name == "gates" else torch.float16
+    dtype = torch.bfloat16 if name in ("gates", "32") else torch.float16
     up, down = make(name, dtype)
     given = draw(num_tokens, dtype)
     expected = expect(*given, up, down)

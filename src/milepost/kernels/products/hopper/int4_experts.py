@@ -39,17 +39,17 @@ from milepost.kernels.products.hopper.experts import (
 from milepost.kernels.products.hopper.int4_fragments import (
     HALF,
     PRODUCTS,
-    HalvedShape,
+    halve_steps,
     load_scales,
     multiply,
     outputs_of,
+    rows_of,
     scales_of,
 )
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.run import RoutedRows
 
-_STEP, _STAGES = 2 * BLOCK, 3
-"""Inputs of a step, and stages."""
+_STAGES = 3
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
@@ -88,17 +88,13 @@ def _boxes(rows: Tensor, weight: Int4) -> MixtureBoxes:
 
 @gluon.constexpr_function
 def _up_of(shape):
-    """Returns the shape of the up projection. Half of the last step may lie past the inputs, where
-    TMA fills in zeros."""
     apart = shape.size if shape.is_gated else HALF
-    num_steps = (shape.inputs + _STEP - 1) // _STEP
-    return HalvedShape(apart, shape.inputs // shape.up_group, shape.up_group, num_steps)
+    return halve_steps(shape.inputs, shape.up_group, apart)
 
 
 @gluon.constexpr_function
 def _down_of(shape):
-    num_steps = (shape.size + _STEP - 1) // _STEP
-    return HalvedShape(HALF, shape.size // shape.down_group, shape.down_group, num_steps)
+    return halve_steps(shape.size, shape.down_group, HALF)
 
 
 @gluon.jit
@@ -185,12 +181,12 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
     first = gl.minimum(gl.program_id(0), num_units - 1)
     expert = gl.load(owners + first // TILES)
     next_expert = gl.load(owners + gl.minimum(first + stride, num_units - 1) // TILES)
-    place = (expert * HEIGHT + first % TILES * SHAPE.wide) * UP.scales
+    place = (expert * HEIGHT + first % TILES * SHAPE.wide) * UP.words
     held = load_scales(own, place, 0, UP)
     number = 0
     for unit in range(gl.program_id(0), num_units, stride):
         following = gl.minimum(unit + stride, num_units - 1)
-        next_place = (next_expert * HEIGHT + following % TILES * SHAPE.wide) * UP.scales
+        next_place = (next_expert * HEIGHT + following % TILES * SHAPE.wide) * UP.words
         # Looked up two units ahead, or each would begin with waiting.
         next_expert = gl.load(owners + gl.minimum(following + stride, num_units - 1) // TILES)
         gate, up, held = multiply(stages, held, own, place, next_place, number, UP, SHAPE)
@@ -211,7 +207,7 @@ def _store_active(active, values, unit, BEYOND: gl.constexpr, SHAPE: gl.constexp
     """Stores a part's activations, which begin BEYOND the unit's first one. Rows without a token
     are stored too."""
     o_n = outputs_of(gl.SliceLayout(1, PRODUCTS))
-    row = unit // SHAPE.tiles * _M + gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
+    row = unit // SHAPE.tiles * _M + rows_of(gl.SliceLayout(0, PRODUCTS), _up_of(SHAPE))
     target = active + row.to(gl.int64)[None, :] * SHAPE.size
     target += (unit % SHAPE.tiles * SHAPE.wide + BEYOND + o_n)[:, None]
     gl.store(target, values.to(active.dtype.element_ty))
@@ -226,16 +222,16 @@ def _begin_down(lists, scaled, SHAPE: gl.constexpr):
     share, num_units = share_down(num_blocks, SHAPE)
     expert = gl.load(owners + find_place(0, share, num_blocks, SHAPE))
     next_expert = gl.load(owners + find_place(1, share, num_blocks, SHAPE))
-    own = _load_routed(lists.routed, find_place(0, share, num_blocks, SHAPE))
+    own = _load_routed(lists.routed, find_place(0, share, num_blocks, SHAPE), SHAPE)
     column = find_down(0, share) % SHAPE.columns * _BLOCK
-    place = (expert * SHAPE.inputs + column) * DOWN.scales
+    place = (expert * SHAPE.inputs + column) * DOWN.words
     return share, num_units, next_expert, own, place, load_scales(scaled, place, 0, DOWN)
 
 
 @gluon.jit
-def _load_routed(routed, block):
+def _load_routed(routed, block, SHAPE: gl.constexpr):
     """Returns the routed tokens of a block's rows [M]."""
-    o_m = gl.arange(0, _M, gl.SliceLayout(0, PRODUCTS))
+    o_m = rows_of(gl.SliceLayout(0, PRODUCTS), _down_of(SHAPE))
     return gl.load(routed + block * _M + o_m)
 
 
@@ -250,9 +246,10 @@ def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.conste
         own = next_own
         weight = gl.load(output.routing_weights + own, mask=own >= 0, other=0.0).to(gl.float32)
         column = find_down(index + 1, turns) % SHAPE.columns * _BLOCK
-        next_place = (next_expert * SHAPE.inputs + column) * DOWN.scales
+        next_place = (next_expert * SHAPE.inputs + column) * DOWN.words
         next_expert = gl.load(owners + find_place(index + 2, turns, num_blocks, SHAPE))
-        next_own = _load_routed(lists.routed, find_place(index + 1, turns, num_blocks, SHAPE))
+        next_block = find_place(index + 1, turns, num_blocks, SHAPE)
+        next_own = _load_routed(lists.routed, next_block, SHAPE)
         first, second, held = multiply(stages, held, scaled, place, next_place, number, DOWN, SHAPE)
         number += DOWN.steps
         column = find_down(index, turns) % SHAPE.columns * _BLOCK

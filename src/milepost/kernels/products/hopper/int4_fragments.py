@@ -2,16 +2,17 @@
 registers.
 
 Every thread reads just the bytes that it multiplies and unpacks them in registers. Weights are the
-left operand. A block's product is made of whole numbers, less their zero point, then scaled and
-added up in float32. The order of inputs in a product does not matter as long as both operands have
-the same, nor does the order of outputs: so a thread has 16 bytes side by side.
+left operand. The product of a block, or of each group in it, is made of whole numbers, less their
+zero point, then scaled and added up in float32. The order of inputs in a product does not matter as
+long as both operands have the same, nor does the order of outputs: so a thread has 16 bytes side by
+side, or twice 8 where groups are of 32 inputs.
 
 Legend: N outputs of a part, M rows, K inputs of half a block.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,68 +20,102 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from milepost.kernels.platform.gluon import thread_barrier
-from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.forms.quantised import BLOCK, lane_of
 from milepost.kernels.products.hopper.experts import BLOCK_M
+from milepost.kernels.products.hopper.int4_numbers import (
+    as_words,
+    halve,
+    scale_of,
+    scales_each,
+    unpack,
+    zero_of,
+)
 
 HALF = BLOCK // 2
 _BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
-
-
-def _layout(registers: Any, lanes: Any, warps: Any, shape: Any) -> Any:
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, PRODUCTS.value, 2))
 _RIGHT = gl.constexpr(gl.DotOperandLayout(1, PRODUCTS.value, 2))
 _WARPS = [[16, 0], [32, 0]]
-_INSIDE = [[0, 1], [0, 2], [0, 4], [0, 8]]
-_ACROSS = [[0, 16], [0, 32]]
-_WEIGHTS = gl.constexpr(
-    _layout([*_INSIDE, [8, 0]], [*_ACROSS, [4, 0], [1, 0], [2, 0]], _WARPS, [HALF, HALF])
-)
-"""Layout of weights' bytes [N, K] as they are loaded: a thread has 16 adjacent ones, of outputs
-chosen so that no two threads read the same bank."""
-_ROWS = gl.constexpr(
-    _layout(_INSIDE, [*_ACROSS, [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [BLOCK_M, HALF])
-)
-"""Layout of rows [M, K] as they are loaded, chosen likewise."""
+_NATURAL, _REVERSED = [[1, 0], [2, 0], [4, 0]], [[4, 0], [2, 0], [1, 0]]
+_SAME = [[0, 0], [0, 0]]
 _SCALED = gl.constexpr(
-    _layout([[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], _WARPS, [HALF, 2])
+    gl.DistributedLinearLayout([[0, 1], [8, 0]], [*_SAME, *_NATURAL], _WARPS, [], [HALF, 2])
 )
-"""Layout of scales [N, blocks of a step], as products have them."""
+"""Layout of words of scales [N, blocks of a step], as products have them."""
 
 
 class HalvedShape(NamedTuple):
     """One projection; a constant on the device. The second part's weights are `apart` rows from the
-    first one's; a row has `scales`, one for each `group` of inputs."""
+    first one's; a row has `words` of scales, each of a block or of a `group` of several."""
 
     apart: int
-    scales: int
+    words: int
     group: int
     steps: int
+
+    @property
+    def lane(self) -> int:  # inputs of a product: see `Int4`
+        return lane_of(self.group)
+
+
+@gluon.constexpr_function
+def halve_steps(num_inputs, group, apart):
+    """Returns the shape of a projection. Half of its last step may lie past the inputs, where TMA
+    fills in zeros."""
+    num_steps = (num_inputs + 2 * BLOCK - 1) // (2 * BLOCK)
+    return HalvedShape(apart, num_inputs // max(group, BLOCK), group, num_steps)
+
+
+@gluon.constexpr_function
+def _inputs_of(lane):
+    """Returns the inputs that a thread has, and those by which four threads differ."""
+    wide = lane if lane < HALF else 8
+    return [[0, 1], [0, 2], [0, 4], [0, wide]], [[0, lane // 4], [0, lane // 2]]
+
+
+@gluon.constexpr_function
+def _weights_layout(lane):
+    """Returns the layout of weights' bytes [N, K] as they are loaded: a thread has 16, of outputs
+    chosen so that no two threads read the same bank."""
+    inside, across = _inputs_of(lane)
+    lanes = [*across, *_REVERSED]
+    return gl.DistributedLinearLayout([*inside, [8, 0]], lanes, _WARPS, [], [HALF, HALF])
+
+
+@gluon.constexpr_function
+def _rows_layout(lane):
+    """Returns the layout of rows [M, K] as they are loaded, chosen likewise."""
+    inside, across = _inputs_of(lane)
+    lanes = [*across, *(_NATURAL if lane == HALF else _REVERSED)]
+    return gl.DistributedLinearLayout(inside, lanes, _SAME, [], [BLOCK_M, HALF])
 
 
 @gluon.jit
 def scales_of(scales, HALVES: gl.constexpr):
-    """Returns pointers to scales and zero points of the outputs [N, 1] of the first unit's first
-    part."""
-    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * HALVES.scales
-    return scales.weights + first, scales.zeros + first
+    """Returns pointers to words of scales and of zero points of the outputs [N, 1] of the first
+    unit's first part, and the scales for their type."""
+    EACH: gl.constexpr = scales_each(HALVES.group)
+    first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * HALVES.words
+    weights, zeros = as_words(scales.weights, EACH), as_words(scales.zeros, EACH)
+    return weights + first, zeros + first, scales.weights
 
 
 @gluon.jit
 def load_scales(own, place, step, HALVES: gl.constexpr):
-    """Loads scales and zero points [N, blocks] of a step, by part."""
-    SCALES: gl.constexpr = HALVES.scales
+    """Loads words of scales and of zero points [N, blocks] of a step, by part."""
+    WORDS: gl.constexpr = HALVES.words
+    DEPTH: gl.constexpr = max(HALVES.group, _BLOCK)
     block = 2 * step + gl.arange(0, 2, gl.SliceLayout(0, _SCALED))[None, :]
     # In this form the compiler loads both blocks' at once.
-    group = block if HALVES.group == _BLOCK else block * _BLOCK // HALVES.group
-    if SCALES * HALVES.group % (2 * _BLOCK) != 0:
-        group = gl.minimum(group, SCALES - 1)
+    word = block if DEPTH == _BLOCK else block * _BLOCK // DEPTH
+    if WORDS * DEPTH % (2 * _BLOCK) != 0:
+        word = gl.minimum(word, WORDS - 1)
     scales, zeros = (), ()
     for part in gl.static_range(2):
-        at = place + part * HALVES.apart * SCALES + group
+        at = place + part * HALVES.apart * WORDS + word
         scales += (gl.load(own[0] + at),)
         zeros += (gl.load(own[1] + at),)
     return scales, zeros
@@ -94,21 +129,29 @@ def multiply(
     first step is the program's step `number` and has the scales `held`."""
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
+    # Registers have room for words of four scales for three blocks, not for four.
+    IS_EARLY: gl.constexpr = scales_each(HALVES.group) < 4
+    TYPE: gl.constexpr = own[2].dtype.element_ty
     for step in range(HALVES.steps):
         is_last = step == HALVES.steps - 1
         later = gl.where(is_last, next_place, place)
-        next_held = load_scales(own, later, gl.where(is_last, 0, step + 1), HALVES)
-        first_scales, second_scales = (_split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS))
-        first_zeros, second_zeros = (_split(held[1][0], _LEFT), _split(held[1][1], _LEFT))
+        next_step = gl.where(is_last, 0, step + 1)
+        if IS_EARLY:
+            next_held = load_scales(own, later, next_step, HALVES)
+        first_scales, second_scales = _split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS)
+        first_zeros, second_zeros = _split(held[1][0], _LEFT), _split(held[1][1], _LEFT)
         stage = number % SHAPE.stages
         mbarrier.wait(stages.loaded.index(stage), number // SHAPE.stages & 1)
         for b in gl.static_range(2):
-            low = _load_rows(stages.inputs.index(4 * stage + 2 * b))
-            high = _load_rows(stages.inputs.index(4 * stage + 2 * b + 1))
+            if b == 1 and not IS_EARLY:
+                next_held = load_scales(own, later, next_step, HALVES)
+            rows = _load_rows(stages.inputs, 4 * stage + 2 * b, HALVES)
             left = stages.weights.index(2 * stage).slice(b * _HALF, _HALF, 1)
             right = stages.weights.index(2 * stage + 1).slice(b * _HALF, _HALF, 1)
-            first = _add_block(first, left, low, high, first_scales[b], first_zeros[b])
-            second = _add_block(second, right, low, high, second_scales[b], second_zeros[b])
+            scale, zero = first_scales[b], first_zeros[b]
+            first = _add_block(first, left, rows, scale, zero, TYPE, HALVES)
+            scale, zero = second_scales[b], second_zeros[b]
+            second = _add_block(second, right, rows, scale, zero, TYPE, HALVES)
         thread_barrier()
         mbarrier.arrive(stages.used.index(stage), count=1)
         number += 1
@@ -125,68 +168,78 @@ def _split(values, LAYOUT: gl.constexpr):
     return first, gl.convert_layout(second, OUTPUTS, assert_trivial=True)
 
 
-def _unpacking(power: str) -> gl.constexpr:
-    """Returns code that splits four bytes into their low and high halves, in 16 bits each, beside a
-    power of two."""
-    return gl.constexpr(f"""{{
-        .reg .b32 low, high, power;
-        mov.b32 power, {power};
-        and.b32 low, $4, 0x0f0f0f0f;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0f0f0f0f;
-        prmt.b32 $0, low, power, 0x4140;
-        prmt.b32 $1, low, power, 0x4342;
-        prmt.b32 $2, high, power, 0x4140;
-        prmt.b32 $3, high, power, 0x4342;
-        }}""")
-
-
-_TO_BFLOAT16, _TO_FLOAT16 = _unpacking("0x43434343"), _unpacking("0x64646464")
+@gluon.jit
+def _load_rows(inputs, first, HALVES: gl.constexpr):
+    """Loads a block's rows [K, M] in pieces, as they are multiplied: those inputs that are in low
+    halves of bytes, then those in high ones, and with short lanes the same again."""
+    LANE: gl.constexpr = HALVES.lane
+    pieces = ()
+    for half in gl.static_range(2):
+        b_x = inputs.index(first + half).load(_rows_layout(LANE))
+        if LANE != _HALF:
+            b_x = _reverse(b_x)
+        parts = _in_turn(b_x, LANE)
+        for i in gl.static_range(len(parts)):
+            pieces += (gl.convert_layout(parts[i].permute((1, 0)), _RIGHT, assert_trivial=True),)
+    return pieces
 
 
 @gluon.jit
-def unpack(b_w, dtype: gl.constexpr):
-    """Returns the numbers in the low and in the high half of each byte, in the bits beside a power
-    of two."""
-    how: gl.constexpr = _TO_BFLOAT16 if dtype == gl.bfloat16 else _TO_FLOAT16
-    low, high = gl.inline_asm_elementwise(
-        how, "=r,=r,=r,=r,r", [b_w], dtype=(gl.int16, gl.int16), is_pure=True, pack=4
-    )
-    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
-
-
-@gluon.jit
-def _load_rows(kept):
-    """Loads half of a block's rows [K, M], as they are multiplied."""
-    rows = _in_turn(kept.load(_ROWS), kept.shape[0], 1)
-    return gl.convert_layout(rows.permute((1, 0)), _RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def _in_turn(values, HEIGHT: gl.constexpr, SWAPPED: gl.constexpr):
+def _in_turn(values, LANE: gl.constexpr):
     """Orders inputs as both operands are multiplied: 4 side by side are a thread's in one product.
-    `outputs_of` says how outputs are ordered."""
-    parts = gl.reshape(values, [HEIGHT // (4 * SWAPPED), SWAPPED, 4, 4, 4, 2, 2])
-    return gl.reshape(gl.permute(parts, (0, 2, 1, 4, 5, 3, 6)), [HEIGHT, _HALF])
+    Returns them in pieces of a lane."""
+    HEIGHT: gl.constexpr = values.shape[0]
+    parts = gl.reshape(values, [HEIGHT, _HALF // LANE, 4, LANE // 16, 2, 2])
+    values = gl.reshape(gl.permute(parts, (0, 1, 3, 4, 2, 5)), [HEIGHT, _HALF])
+    return (values,) if LANE == _HALF else halve(values)
+
+
+@gluon.jit
+def _reverse(values):
+    """Orders lines as `reversed_of` says."""
+    HEIGHT: gl.constexpr = values.shape[0]
+    parts = gl.reshape(values, [HEIGHT // 8, 2, 2, 2, _HALF])
+    return gl.reshape(gl.permute(parts, (0, 3, 2, 1, 4)), [HEIGHT, _HALF])
+
+
+@gluon.jit
+def reversed_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the line that is in each place: the last three bits are in the other order."""
+    at = gl.arange(0, SIZE, LAYOUT)
+    return (at & -8) + (at & 1) * 4 + (at & 2) + (at // 4 & 1)
 
 
 @gluon.jit
 def outputs_of(LAYOUT: gl.constexpr):
     """Returns the output that each product [N] is."""
-    o_n = gl.arange(0, _HALF, LAYOUT)
-    return (o_n & -8) + (o_n & 1) * 4 + (o_n // 2 & 3)
+    return reversed_of(_HALF, LAYOUT)
 
 
 @gluon.jit
-def _add_block(result, numbers, low_rows, high_rows, scale, zero):
-    """Adds a block's product to `result`."""
-    dtype: gl.constexpr = low_rows.dtype
-    low, high = unpack(numbers.load(_WEIGHTS), dtype)
-    low = gl.convert_layout(_in_turn(low, _HALF, 2), _LEFT, assert_trivial=True)
-    high = gl.convert_layout(_in_turn(high, _HALF, 2), _LEFT, assert_trivial=True)
-    beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
-    shifted = (zero.to(gl.int16) | beside).to(dtype, bitcast=True)
+def rows_of(LAYOUT: gl.constexpr, HALVES: gl.constexpr):
+    """Returns the row that each product [M] is of."""
+    if HALVES.lane == _HALF:
+        return gl.arange(0, _M, LAYOUT)
+    else:
+        return reversed_of(_M, LAYOUT)
+
+
+@gluon.jit
+def _add_block(result, numbers, rows, scales, zeros, TYPE: gl.constexpr, HALVES: gl.constexpr):
+    """Adds a block's product to `result`. `scales` and `zeros` are words, scales of a TYPE."""
+    LANE: gl.constexpr = HALVES.lane
+    EACH: gl.constexpr = scales_each(HALVES.group)
+    PIECES: gl.constexpr = _BLOCK // LANE
+    dtype: gl.constexpr = rows[0].dtype
+    low, high = unpack(numbers.load(_weights_layout(LANE)), dtype)
+    low, high = _in_turn(_reverse(low), LANE), _in_turn(_reverse(high), LANE)
     product = gl.zeros(result.shape, gl.float32, PRODUCTS)
-    product = mma_v2(low - shifted[:, None], low_rows, product)
-    product = mma_v2(high - shifted[:, None], high_rows, product)
-    return result + product * scale.to(gl.float32)[:, None]
+    for i in gl.static_range(PIECES):
+        left = gl.convert_layout((low, high)[i % 2][i // 2], _LEFT, assert_trivial=True)
+        left -= zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
+        product = mma_v2(left, rows[i], product)
+        if EACH == PIECES or i == PIECES - 1:
+            scale = scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
+            result += product * scale[:, None]
+            product = gl.zeros(result.shape, gl.float32, PRODUCTS)
+    return result

@@ -11,8 +11,6 @@ Legend: P routed tokens, T tokens, H hidden size, I an expert's size, N outputs 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,6 +34,13 @@ from milepost.kernels.products.hopper.grouped import (
     find_block,
     open_bars,
 )
+from milepost.kernels.products.hopper.int4_grouped_parts import (
+    PACKED,
+    PIECE,
+    products_layout,
+    unpack_pairs,
+)
+from milepost.kernels.products.hopper.int4_numbers import as_words, scales_each
 from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.run import RoutedRows
 
@@ -43,25 +48,12 @@ _STAGES = {64: 6, 128: 4}
 """Stages by the rows of a block: as many as fit shared memory."""
 _SOME_ROWS = 48
 """Most rows per expert for which blocks have 64 rows."""
-_N = BLOCK // 2
-"""Outputs of a group, and inputs of a piece."""
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
-_ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(_N)
-_REGISTERS, _LANES = [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-_PACKED = gl.constexpr(
-    gl.DistributedLinearLayout(_REGISTERS, _LANES, [[16, 0], [32, 0]], [], [_N, _N // 2])
-)
-"""Layout of packed weights, two bytes in a number: a thread has those whose numbers it
-multiplies."""
-_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, _PACKED.value))
-
-
-@gluon.constexpr_function
-def _products_layout(width: int) -> Any:
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+_ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(PIECE)
+_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, PACKED.value))
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -80,11 +72,11 @@ def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
 
 def _box_weights(weight: Int4) -> TensorDescriptor:
     packed = weight.packed.view(torch.int16).view(-1, weight.num_inputs // 4)
-    return TensorDescriptor.from_tensor(packed, [BLOCK, _N // 2], _WEIGHTS_LAYOUT)
+    return TensorDescriptor.from_tensor(packed, [BLOCK, PIECE // 2], _WEIGHTS_LAYOUT)
 
 
 def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(rows, [_N, _N], _ROWS_LAYOUT)
+    return TensorDescriptor.from_tensor(rows, [PIECE, PIECE], _ROWS_LAYOUT)
 
 
 @gluon.jit
@@ -121,28 +113,31 @@ def _copy_rows(found, step, stages, stage):
 def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr):
     """Computes the 64 outputs of both parts of each tile that belong to the group OWN."""
     BLOCK_M: gl.constexpr = SHAPE.block_m
-    PITCH: gl.constexpr = SHAPE.steps * _BLOCK // SHAPE.group
+    PITCH: gl.constexpr = SHAPE.steps * _BLOCK // max(SHAPE.group, _BLOCK)
+    EACH: gl.constexpr = scales_each(SHAPE.group)
+    words = as_words(scales.weights, EACH), as_words(scales.zeros, EACH)
+    TYPE: gl.constexpr = scales.weights.dtype.element_ty
     number, first_index = 0, gl.program_id(0)
     # There may be more programs than tiles.
     start = gl.minimum(first_index, work.num_tiles - 1)
     expert, first_row, end = find_block(work, start // SHAPE.tiles)
     place = _find_outputs(expert, start % SHAPE.tiles, OWN, SHAPE) * PITCH
-    held = _load_scales((scales.weights + place, scales.zeros + place), 0, SHAPE)
+    held = _load_words((words[0] + place, words[1] + place), 0, SHAPE)
     for index in range(first_index, work.num_tiles, gl.num_programs(0)):
         # Looked up a tile ahead, or each would begin with waiting.
         following = gl.minimum(index + gl.num_programs(0), work.num_tiles - 1)
         next_expert, next_row, next_end = find_block(work, following // SHAPE.tiles)
         next_place = _find_outputs(next_expert, following % SHAPE.tiles, OWN, SHAPE) * PITCH
-        own = scales.weights + place, scales.zeros + place
-        next_own = scales.weights + next_place, scales.zeros + next_place
+        own = words[0] + place, words[1] + place
+        next_own = words[0] + next_place, words[1] + next_place
         column = index % SHAPE.tiles * SHAPE.wide + OWN * _HALF
         tile = first_row, end, column, number
         # An expert's last block is often less than half full: then half the rows are multiplied.
         scaled, order = (held, own, next_own), work.groups.order
         if end - first_row <= BLOCK_M // 2:
-            held = _make_tile(stages, output, order, tile, scaled, OWN, BLOCK_M // 2, SHAPE)
+            held = _make_tile(stages, output, order, tile, scaled, OWN, TYPE, BLOCK_M // 2, SHAPE)
         else:
-            held = _make_tile(stages, output, order, tile, scaled, OWN, BLOCK_M, SHAPE)
+            held = _make_tile(stages, output, order, tile, scaled, OWN, TYPE, BLOCK_M, SHAPE)
         expert, first_row, end, place = next_expert, next_row, next_end, next_place
         number += SHAPE.steps
 
@@ -156,17 +151,26 @@ def _find_outputs(expert, tile, OWN: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _make_tile(
-    stages, output, order, tile, scaled, OWN: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr
+    stages,
+    output,
+    order,
+    tile,
+    scaled,
+    OWN: gl.constexpr,
+    TYPE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
     """Multiplies a tile's first WIDTH rows and stores what they make; returns the next tile's first
-    scales. `scaled` are the first ones, and pointers to the tile's and the next one's."""
+    words of scales, of a TYPE. `scaled` are the first ones, and pointers to the tile's and the next
+    one's."""
     held, own, next_own = scaled
     first_row, end, column, number = tile
     if not SHAPE.is_up:
         row = first_row + gl.arange(0, WIDTH, gl.SliceLayout(0, _STORED))
         routed = gl.load(order + gl.minimum(row, end - 1))
-    first, second = _multiply(stages, held, own, number, OWN, WIDTH, SHAPE)
-    held = _load_scales(next_own, 0, SHAPE)
+    first, second = _multiply(stages, held, own, number, OWN, TYPE, WIDTH, SHAPE)
+    held = _load_words(next_own, 0, SHAPE)
     if not SHAPE.is_up:
         routing_weight = gl.load(output.routing_weights + routed).to(gl.float32)
         o_n = column + gl.arange(0, first.shape[0], gl.SliceLayout(1, _STORED))
@@ -200,22 +204,32 @@ def _store_outputs(p_target, values, routing_weight, is_row):
 
 
 @gluon.jit
-def _load_scales(own, group, SHAPE: gl.constexpr):
-    """Loads one group's scales and zero points [N] by part; `own` points to a row's first ones."""
-    STRIDE: gl.constexpr = SHAPE.apart * (SHAPE.steps * _BLOCK // SHAPE.group)
+def _load_words(own, block, SHAPE: gl.constexpr):
+    """Loads the words of a block's scales and zero points [N] by part; `own` points to a row's
+    first ones."""
+    DEPTH: gl.constexpr = max(SHAPE.group, _BLOCK)
+    STRIDE: gl.constexpr = SHAPE.apart * (SHAPE.steps * _BLOCK // DEPTH)
+    word = block * _BLOCK // DEPTH
     scales, zeros = (), ()
     for part in gl.static_range(2):
-        scales += (gl.load(own[0] + part * STRIDE + group),)
-        zeros += (gl.load(own[1] + part * STRIDE + group),)
+        scales += (gl.load(own[0] + part * STRIDE + word),)
+        zeros += (gl.load(own[1] + part * STRIDE + word),)
     return scales, zeros
 
 
 @gluon.jit
 def _multiply(
-    stages, held, own, number, OWN: gl.constexpr, WIDTH: gl.constexpr, SHAPE: gl.constexpr
+    stages,
+    held,
+    own,
+    number,
+    OWN: gl.constexpr,
+    TYPE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):
     """Returns both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
-    program's and the scales `held`; those of later ones are at `own`.
+    program's and the words of scales `held`; those of later ones are at `own`.
 
     What the tensor cores read from registers must be there before they begin, and they are waited
     for before more is: ptxas lets nothing else overlap."""
@@ -224,74 +238,38 @@ def _multiply(
     STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = inputs.dtype
     scales, zeros = held
-    first = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
-    second = gl.zeros([_HALF, WIDTH], gl.float32, _products_layout(WIDTH))
+    first = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
+    second = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
     mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
-    packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(_PACKED)
-    left = _unpack(packed, zeros[0], scales[0], False, dtype, WIDTH)
+    packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(PACKED)
+    left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
     for step in range(STEPS):
         stage = number % STAGES
-        low = inputs.index(2 * stage).slice(0, WIDTH, 0).permute((1, 0))
-        high = inputs.index(2 * stage + 1).slice(0, WIDTH, 0).permute((1, 0))
+        rows = inputs.index(2 * stage).slice(0, WIDTH, 0).permute((1, 0))
+        later_rows = inputs.index(2 * stage + 1).slice(0, WIDTH, 0).permute((1, 0))
         ahead = gl.minimum(step + 1, STEPS - 1)
-        next_scales, next_zeros = _load_scales(own, ahead * _BLOCK // SHAPE.group, SHAPE)
-        product = warpgroup_mma(left, low, first, is_async=True)
-        left = _unpack(packed, zeros[0], scales[0], True, dtype, WIDTH)
+        next_scales, next_zeros = _load_words(own, ahead, SHAPE)
+        product = warpgroup_mma(left, rows, first, is_async=True)
+        left = unpack_pairs(packed, (scales[0], zeros[0]), 1, TYPE, dtype, WIDTH, SHAPE)
         first = warpgroup_mma_wait(0, [product])
-        product = warpgroup_mma(left, high, first, is_async=True)
-        packed = weights.index(2 * stage + 1).slice(OWN * _HALF, _HALF).load(_PACKED)
-        left = _unpack(packed, zeros[1], scales[1], False, dtype, WIDTH)
+        product = warpgroup_mma(left, later_rows, first, is_async=True)
+        packed = weights.index(2 * stage + 1).slice(OWN * _HALF, _HALF).load(PACKED)
+        left = unpack_pairs(packed, (scales[1], zeros[1]), 0, TYPE, dtype, WIDTH, SHAPE)
         first = warpgroup_mma_wait(0, [product])
-        product = warpgroup_mma(left, low, second, is_async=True)
-        left = _unpack(packed, zeros[1], scales[1], True, dtype, WIDTH)
+        product = warpgroup_mma(left, rows, second, is_async=True)
+        left = unpack_pairs(packed, (scales[1], zeros[1]), 1, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
         # The next step; after the last one the same once more, for nothing.
         number += gl.where(step + 1 < STEPS, 1, 0)
         mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
         scales, zeros = next_scales, next_zeros
-        product = warpgroup_mma(left, high, second, is_async=True)
-        packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(_PACKED)
-        left = _unpack(packed, zeros[0], scales[0], False, dtype, WIDTH)
+        product = warpgroup_mma(left, later_rows, second, is_async=True)
+        packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(PACKED)
+        left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
         thread_barrier()
         mbarrier.arrive(bars.index(STAGES + stage), count=1)
     return first, second
-
-
-@gluon.jit
-def _unpack(packed, zero, scale, HIGH: gl.constexpr, dtype: gl.constexpr, WIDTH: gl.constexpr):
-    """Unpacks the weights [N, K] in the low or in the high halves of bytes."""
-    beside: gl.constexpr = 0x4300 if dtype == gl.bfloat16 else 0x6400
-    # Two of each in 32 bits.
-    zeros = (zero.to(gl.int32) | beside) * 0x10001
-    scales = scale.to(dtype).to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
-    how: gl.constexpr = _unpacking(dtype == gl.bfloat16, HIGH)
-    even, odd = gl.inline_asm_elementwise(
-        how, "=h,=h,h,r,r", [packed, zeros[:, None], scales[:, None]],
-        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    numbers = gl.reshape(gl.join(even, odd), [_HALF, _HALF]).to(dtype, bitcast=True)
-    return gl.convert_layout(
-        numbers, gl.DotOperandLayout(0, _products_layout(WIDTH), 2), assert_trivial=True
-    )
-
-
-@gluon.constexpr_function
-def _unpacking(is_bfloat: bool, is_high: bool) -> str:
-    """Returns code for two bytes' low or high halves, less zero points and times scales: a number
-    is first put in the bits beside a power of two."""
-    power, kind = ("0x43004300", "bf16x2") if is_bfloat else ("0x64006400", "f16x2")
-    shift = "shr.u32 both, both, 4;" if is_high else ""
-    return f"""{{
-        .reg .b32 both;
-        cvt.u32.u16 both, $2;
-        prmt.b32 both, both, 0, 0x4140;
-        {shift}
-        lop3.b32 both, both, 0x000f000f, {power}, 0xea;
-        sub.{kind} both, both, $3;
-        mul.{kind} both, both, $4;
-        mov.b32 {{$0, $1}}, both;
-        }}"""
 
 
 _FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Int4, lane_of
-from milepost.kernels.products.hopper.int4_fragments import unpack
+from milepost.kernels.products.hopper.int4_numbers import unpack
 from milepost.kernels.products.hopper.tiles import Int4RowTiles
 
 TILE, _COLUMNS = 16, 8

@@ -18,7 +18,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
-from milepost.kernels.products.hopper.int4_fragments import unpack
+from milepost.kernels.products.hopper.int4_numbers import (
+    as_words,
+    halve,
+    scale_of,
+    scales_each,
+    unpack,
+    zero_of,
+)
 from milepost.kernels.products.hopper.small_m import SmallShape
 from milepost.kernels.products.hopper.tiles import Int4Tiles
 from milepost.kernels.products.run import Multiplication
@@ -80,7 +87,8 @@ def _gemm_kernel(
     launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     N: gl.constexpr = SHAPE.block_n
-    GROUPS: gl.constexpr = SHAPE.inputs // SHAPE.group
+    EACH: gl.constexpr = scales_each(SHAPE.group)
+    WORDS: gl.constexpr = SHAPE.inputs // max(SHAPE.group, _BLOCK)
     PRODUCTS: gl.constexpr = _products_layout(WARPS)
     COPIED: gl.constexpr = _copied_layout(SHAPE.block_k // 2, 1, WARPS)
     COPIED_ROWS: gl.constexpr = _copied_layout(SHAPE.block_k * 2, 2, WARPS)
@@ -91,14 +99,15 @@ def _gemm_kernel(
     p_w = weight + row.to(gl.int64) * (SHAPE.inputs // 2)
     weights = _begin(p_w, first, SHAPE)
     scaled = (tile + gl.arange(0, N, gl.SliceLayout(1, PRODUCTS))) % SHAPE.outputs
-    p_scale = scales + scaled * GROUPS
+    p_scale = as_words(scales, EACH) + scaled * WORDS
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 8)
     shifted = (tile + gl.arange(0, N, gl.SliceLayout(1, WEIGHTS))) % SHAPE.outputs
-    p_zero = zeros + shifted * GROUPS
+    p_zero = as_words(zeros, EACH) + shifted * WORDS
     wait_for_inputs()
     token = gl.arange(0, SHAPE.block_m, gl.SliceLayout(1, COPIED_ROWS))
     p_x = hidden + gl.minimum(token, num_tokens - 1).to(gl.int64) * stride
-    result = _accumulate(weights, p_x, p_w, (p_scale, p_zero), first, SHAPE)
+    TYPE: gl.constexpr = scales.dtype.element_ty
+    result = _accumulate(weights, p_x, p_w, (p_scale, p_zero), first, TYPE, SHAPE)
     STORED: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, WARPS], [0, 1])
     values = gl.convert_layout(result, STORED).to(output.dtype.element_ty)
     o_n = tile + gl.arange(0, N, gl.SliceLayout(1, STORED))[:, None]
@@ -129,9 +138,9 @@ def _copy(kept, p_rows, start):
 
 
 @gluon.jit
-def _accumulate(weights, p_x, p_w, p_scales, first, SHAPE: gl.constexpr):
-    """Multiplies rows at `p_x` [M] and weights at `p_w` [N] (see `_begin`), whose scales and zero
-    points are at `p_scales` [N]: [N, M], from input `first` on."""
+def _accumulate(weights, p_x, p_w, p_words, first, TYPE: gl.constexpr, SHAPE: gl.constexpr):
+    """Multiplies rows at `p_x` [M] and weights at `p_w` [N] (see `_begin`): [N, M], from input
+    `first` on. Words of scales, of a TYPE, and zero points are at `p_words` [N]."""
     STAGES: gl.constexpr = SHAPE.stages
     STEPS: gl.constexpr = SHAPE.steps
     DEPTH: gl.constexpr = SHAPE.block_k
@@ -141,7 +150,7 @@ def _accumulate(weights, p_x, p_w, p_scales, first, SHAPE: gl.constexpr):
         if stage < STEPS:
             _copy(kept.index(stage), p_x, first + stage * DEPTH)
         async_copy.commit_group()
-    scales, zeros = _load_scales(p_scales, first, SHAPE)
+    scales, zeros = _load_words(p_words, first, SHAPE)
     PRODUCTS: gl.constexpr = _products_layout(gl.num_warps())
     result = gl.zeros([p_w.shape[0], p_x.shape[0]], gl.float32, PRODUCTS)
     for step in range(STEPS):
@@ -153,39 +162,53 @@ def _accumulate(weights, p_x, p_w, p_scales, first, SHAPE: gl.constexpr):
             _copy(kept.index(later % STAGES), p_x, first + later * DEPTH)
         async_copy.commit_group()
         ahead = first + gl.minimum(step + 1, STEPS - 1) * DEPTH
-        next_scales, next_zeros = _load_scales(p_scales, ahead, SHAPE)
+        next_scales, next_zeros = _load_words(p_words, ahead, SHAPE)
         numbers, rows = weights.index(step % STAGES), kept.index(step % STAGES)
         for b in gl.static_range(DEPTH // _BLOCK):
             b_w = numbers.slice(b * _HALF, _HALF, 1)
             b_x = rows.slice(b * _BLOCK, _BLOCK, 1)
-            result = _add(result, b_w, b_x, scales[b], zeros[b])
+            result = _add(result, b_w, b_x, scales[b], zeros[b], TYPE, SHAPE)
         scales, zeros = next_scales, next_zeros
     return result
 
 
 @gluon.jit
-def _load_scales(p_scales, first, SHAPE: gl.constexpr):
-    """Loads the scales and zero points of a step's blocks."""
+def _load_words(p_words, first, SHAPE: gl.constexpr):
+    """Loads the words of scales and zero points of a step's blocks."""
     scales, zeros = (), ()
     for b in gl.static_range(SHAPE.block_k // _BLOCK):
-        group = (first + b * _BLOCK) // SHAPE.group
-        scales += (gl.load(p_scales[0] + group),)
-        zeros += (gl.load(p_scales[1] + group),)
+        word = (first + b * _BLOCK) // max(SHAPE.group, _BLOCK)
+        scales += (gl.load(p_words[0] + word),)
+        zeros += (gl.load(p_words[1] + word),)
     return scales, zeros
 
 
 @gluon.jit
-def _add(result, numbers, rows, scale, zero):
+def _add(result, numbers, rows, scales, zeros, TYPE: gl.constexpr, SHAPE: gl.constexpr):
     """Adds a block's product to `result`."""
     dtype: gl.constexpr = rows.dtype
     PRODUCTS: gl.constexpr = result.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 8)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(1, PRODUCTS, 8)
-    beside: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    LANE: gl.constexpr = min(SHAPE.group, _HALF)
+    EACH: gl.constexpr = scales_each(SHAPE.group)
+    PIECES: gl.constexpr = _BLOCK // LANE
     low, high = unpack(numbers.load(WEIGHTS), dtype)
-    b_zero = (zero.to(gl.float32) + beside).to(dtype)[:, None]
-    columns = rows.permute((1, 0))
+    low, high = _cut(low, LANE), _cut(high, LANE)
     product = gl.zeros(result.shape, gl.float32, PRODUCTS)
-    product = mma_v2(low - b_zero, columns.slice(0, _HALF).load(LAYOUT), product)
-    product = mma_v2(high - b_zero, columns.slice(_HALF, _HALF).load(LAYOUT), product)
-    return result + product * scale.to(gl.float32)[:, None]
+    for i in gl.static_range(PIECES):
+        left = gl.convert_layout((low, high)[i % 2][i // 2], WEIGHTS, assert_trivial=True)
+        left -= zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
+        columns = rows.slice(i * LANE, LANE, 1).permute((1, 0)).load(LAYOUT)
+        product = mma_v2(left, columns, product)
+        if EACH == PIECES or i == PIECES - 1:
+            scale = scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
+            result += product * scale[:, None]
+            product = gl.zeros(result.shape, gl.float32, PRODUCTS)
+    return result
+
+
+@gluon.jit
+def _cut(values, LANE: gl.constexpr):
+    """Returns numbers [N, K] in pieces of a lane."""
+    return (values,) if LANE == _HALF else halve(values)

@@ -224,8 +224,7 @@ def cut_int4(product: Product, chip: Chip) -> Int4Tiles | None:
     block_m = next((rows for rows in _INT4_ROWS if product.num_rows <= rows), 0)
     weight = product.weight
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    is_whole = weight.group % BLOCK == 0 and num_inputs % (2 * BLOCK) == 0
-    if not block_m or not is_whole or num_inputs < _LEAST_SHARE:
+    if not block_m or num_inputs % (2 * BLOCK) or num_inputs < _LEAST_SHARE:
         return None
     wanted = 2 * chip.num_sms  # programs
     widths = (width for width in (_WIDE_N, _SOME_N) if num_outputs > width * (wanted - 1))
