@@ -144,7 +144,8 @@ def _accumulate(weights, p_x, p_w, p_words, first, TYPE: gl.constexpr, SHAPE: gl
     STAGES: gl.constexpr = SHAPE.stages
     STEPS: gl.constexpr = SHAPE.steps
     DEPTH: gl.constexpr = SHAPE.block_k
-    KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    # Four threads read 64 bytes of a row, and two rows at a time.
+    KEPT: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [1, 0])
     kept = gl.allocate_shared_memory(p_x.dtype.element_ty, [STAGES, p_x.shape[0], DEPTH], KEPT)
     for stage in gl.static_range(STAGES - 1):
         if stage < STEPS:
