@@ -112,7 +112,7 @@ def running(*engines: Engine) -> Iterator[Fleet]:
 
 def sizes(engine: Engine) -> tuple[int, int]:
     """Bytes of a page and of a state, on all ranks."""
-    hello = connector_of(engine)._links.hello
+    hello = connector_of(engine).links.hello
     pages, slots, _ = map(sum, hello.layout.piece_bytes)
     return pages * hello.num_ranks, slots * hello.num_ranks
 
@@ -131,3 +131,13 @@ def connector_of(engine: Engine) -> Any:
     """Returns what connects an engine with others, if something does."""
     found = [part.connector for part in engine.off_device if isinstance(part, Exchange)]
     return found[0] if found else None
+
+
+def let_time_pass(engine: Engine, seconds: float) -> None:
+    """Moves the clock that an engine's connections to others go by. Returns once its thread has
+    looked."""
+    links = connector_of(engine).links
+    clock = links._peers._clock
+    links._peers._clock = lambda: clock() + seconds
+    for _ in range(2):  # its thread looks behind what it was told
+        links.end_pulls()

@@ -103,7 +103,7 @@ class Fuzz:
     def _judge_both(self) -> None:
         """Both live, hold nothing, and exchange."""
         for engine in self.fleet.engines:
-            links = connector_of(engine)._links
+            links = connector_of(engine).links
             assert links._thread.is_alive()
             connector_of(engine).leases.end()  # those that nobody knows of any more
             engine.poll()
@@ -139,7 +139,7 @@ class Fuzz:
         return raw.close
 
     def _frames(self, leases: list[str]) -> list[bytes]:
-        random, hello = self.random, connector_of(self.first)._links.hello
+        random, hello = self.random, connector_of(self.first).links.hello
         find = Find(tokens=bytes(4 * random.randrange(200)), salt="", least=0)
         some = random.sample(leases, random.randrange(len(leases)))
         lease = random.choice([*leases, "f" * 32])
@@ -159,7 +159,7 @@ class Fuzz:
         sock = self._context.socket(zmq.DEALER)
         sock.connect("tcp://{}:{}".format(*connector_of(self.first).place))
         if self.random.random() < 0.7:
-            sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first)._links.hello)])
+            sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first).links.hello)])
         yield sock
         sock.close(linger=200)
 
@@ -167,7 +167,7 @@ class Fuzz:
         """Who is polite is served."""
         sock = self._context.socket(zmq.DEALER)
         sock.connect("tcp://{}:{}".format(*connector_of(self.first).place))
-        sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first)._links.hello)])
+        sock.send_multipart([b"", b"0", ENCODER.encode(connector_of(self.first).links.hello)])
         assert sock.poll(10_000), "the control port does not answer"
         msgspec.msgpack.decode(sock.recv_multipart()[2], type=Welcome)
         sock.close(linger=0)
@@ -177,7 +177,7 @@ class Fuzz:
     def _attack_data(self, leases: list[str]) -> Any:
         """Returns what ends the attack."""
         random, stack = self.random, contextlib.ExitStack()
-        transport = connector_of(self.first)._transport
+        transport = connector_of(self.first).transport
         lease, num_pieces = bytes.fromhex(random.choice(leases)), transport._pieces._num
         for _ in range(random.randrange(6)):
             numbers = [random.randrange(num_pieces + 3) for _ in range(random.randrange(4))]

@@ -129,7 +129,7 @@ class Liar:
         match type(question).__name__:
             case "Hello":
                 metadata = msgspec.msgpack.encode(self._data.getsockname()[:2])
-                hello = connector._links.hello
+                hello = connector.links.hello
                 return Welcome(engine_id="liar", layout=hello.layout, metadata=metadata)
             case "Claim":
                 lease = connector.leases.find(question.lease)
@@ -160,7 +160,7 @@ class Liar:
     def _serve(self, sock: socket.socket) -> None:
         _, num = struct.unpack("<16sI", sock.recv(20, socket.MSG_WAITALL))
         numbers = struct.unpack(f"<{num}I", sock.recv(4 * num, socket.MSG_WAITALL))
-        transport = connector_of(self._of)._transport
+        transport = connector_of(self._of).transport
         assert isinstance(transport, Sockets)
         view: Callable[[int], memoryview] = transport._pieces.view
         if self._is_honest:

@@ -81,7 +81,7 @@ class Worker:
 
     def kill_at_read(self, pid: int) -> None:
         """Whom is read from next, once all is agreed on."""
-        transport = connector_of(self.engine)._transport
+        transport = connector_of(self.engine).transport
         begin = transport.begin
 
         def lose_and_begin(*given: Any) -> Any:
@@ -93,7 +93,7 @@ class Worker:
 
     def die_at_read(self) -> None:
         """This one, as soon as it has begun to read."""
-        transport = connector_of(self.engine)._transport
+        transport = connector_of(self.engine).transport
         begin = transport.begin
 
         def begin_and_die(*given: Any) -> Any:

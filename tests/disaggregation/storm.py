@@ -99,7 +99,7 @@ class Storm:
             self.counts["fetched" if request.report.loaded else "computed"] += 1
         self.fleet.until(lambda: not any(engine.has_work for engine in self.fleet.engines))
         for engine in self.fleet.engines:
-            connector_of(engine)._links.end_pulls()
+            connector_of(engine).links.end_pulls()
         self.fleet.check()
         for engine in self.fleet.engines:
             assert not left(engine), left(engine)
@@ -107,7 +107,7 @@ class Storm:
     def _slow_down(self) -> None:
         """What is read takes from nothing to 50 ms longer than it does."""
         moving, random = (
-            connector_of(self.fleet.engines[1])._transport,
+            connector_of(self.fleet.engines[1]).transport,
             Random(self.random.random()),
         )
         is_done = moving.is_done
@@ -125,7 +125,7 @@ class Storm:
 def left(engine: Engine) -> dict[str, Any]:
     """What is remembered of requests and leases that are over."""
     connector = connector_of(engine)
-    links = connector._links
+    links = connector.links
     held = {
         "wanted": connector._wanted,
         "fetching": connector._fetching,
@@ -156,8 +156,8 @@ class Held:
 
 
 def held_by_nixl(engine: Engine, others: list[Engine]) -> Held:
-    agent = connector_of(engine)._transport._agent
-    names = [connector_of(other)._transport._agent.name for other in others]
+    agent = connector_of(engine).transport._agent
+    names = [connector_of(other).transport._agent.name for other in others]
     handles = [each for each in gc.get_objects() if type(each).__name__ == "nixl_xfer_handle"]
     own = [each for each in handles if each._agent is agent.agent]
     return Held(

@@ -23,7 +23,7 @@ from milepost.disaggregation.peers import IDLE_S, Peer
 from milepost.disaggregation.transport import TransferError
 from milepost.errors import ConfigError
 from milepost.kv_config import PeerNetworks
-from tests.disaggregation.fleet import connector_of, open_engine, running
+from tests.disaggregation.fleet import connector_of, let_time_pass, open_engine, running
 from tests.disaggregation.storm import Storm, held_by_nixl, open_storm, resources
 from tests.engines import greedy, tokens
 
@@ -69,7 +69,7 @@ def test_a_lease_that_expires_while_it_is_read(tiny, fleet):
     first, second = fleet.engines
     prompt = tokens(200)
     params = fleet.prefill(first, prompt)
-    pulls = connector_of(second)._links._pulls
+    pulls = connector_of(second).links._pulls
     confirm = pulls._confirm
 
     def late(pull):
@@ -89,7 +89,7 @@ def test_heartbeats_keep_a_lease(fleet):
     params = fleet.prefill(first, prompt)
     lease = connector_of(first).leases.find(params["remote_request_id"])
     before = lease.expires_at
-    connector_of(second)._links._borrowed._beat_s = 0.01
+    connector_of(second).links._borrowed._beat_s = 0.01
     busy = [fleet.add(second, tokens(100, 5 + n), None, greedy(30)) for n in range(4)]
     job = fleet.add(second, prompt, params)
     fleet.until(lambda: lease.expires_at > before)
@@ -159,7 +159,7 @@ def test_engines_that_wait_for_each_other_do_not_for_ever(tiny, transport, monke
         prompts = [tokens(200), tokens(200, 1)]
         lent = [fleet.prefill(*pair) for pair in zip(engines, prompts, strict=True)]
         for engine in engines:
-            connector_of(engine)._links._borrowed._beat_s = 0.01
+            connector_of(engine).links._borrowed._beat_s = 0.01
         pairs = zip(engines, reversed(prompts), reversed(lent), strict=True)
         jobs = [fleet.add(*each) for each in pairs]
         for _ in range(2):
@@ -198,13 +198,13 @@ def test_an_engine_that_goes_away_while_it_is_read(tiny, transport):
         first, second = engines
         fleet.engines.insert(0, first)
         params = fleet.prefill(first, tokens(200))
-        begin = connector_of(second)._transport.begin
+        begin = connector_of(second).transport.begin
 
         def begin_and_lose(*given):
-            connector_of(first)._transport.close()
+            connector_of(first).transport.close()
             return begin(*given)
 
-        connector_of(second)._transport.begin = begin_and_lose
+        connector_of(second).transport.begin = begin_and_lose
         job = fleet.decode(second, tokens(200), params)
         assert job.completions[0].request.output_token_ids == tiny.expected(tokens(200), greedy(4))
         assert connector_of(second).num_failed == 1
@@ -218,7 +218,7 @@ def test_a_slow_link_blocks_nobody_and_ends(tiny, fleet):
     first, second = fleet.engines
     prompt = tokens(200)
     params = fleet.prefill(first, prompt)
-    moving, given_up = connector_of(second)._transport, []
+    moving, given_up = connector_of(second).transport, []
     moving.is_done = lambda _: False
     moving.cancel = lambda transfer: bool(given_up.append(transfer)) or len(given_up) > 1
     slow = fleet.add(second, prompt, params)
@@ -246,7 +246,7 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
     fleet.prefill(second, tokens(150, 6))
     params = fleet.prefill(first, prompt)
     busy = fleet.add(second, other, None, greedy(30))
-    moving, given_up = connector_of(second)._transport, []
+    moving, given_up = connector_of(second).transport, []
     with monkeypatch.context() as patch:
         patch.setattr(moving, "is_done", lambda _: False)
         cancel = moving.cancel
@@ -258,18 +258,18 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
             begin = type(connector_of(second)).fetch
             never = lambda loads, _: begin(connector_of(second), loads, lambda: False)  # noqa: E731
             patch.setattr(connector_of(second), "fetch", never)
-            fleet.until(lambda: connector_of(second)._links._pulls.begun_at())
+            fleet.until(lambda: connector_of(second).links._pulls.begun_at())
             patch.setattr(second.runner, "collect", _interrupt)
         else:
-            fleet.until(lambda: connector_of(second)._links._pulls.begun_at())
+            fleet.until(lambda: connector_of(second).links._pulls.begun_at())
             patch.setattr(second.runner, "collect", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             fleet.until(lambda: busy.is_finished)
     assert len(given_up) == (place == "while it is read")
     assert not second.scheduler.num_loading
     assert not second.scheduler.cache.loans
-    connector_of(second)._links.end_pulls()  # its thread has done all that it was told
-    assert connector_of(second)._links._borrowed.next_beat is None, "nobody keeps its lease"
+    connector_of(second).links.end_pulls()  # its thread has done all that it was told
+    assert connector_of(second).links._borrowed.next_beat is None, "nobody keeps its lease"
     fleet.run(busy, job)
     assert job.completions[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
     assert busy.completions[0].request.output_token_ids == tiny.expected(other, greedy(30))
@@ -284,25 +284,25 @@ def test_the_end_of_the_thread_that_speaks_is_no_hang(fleet):
     def fail(_):
         raise ZeroDivisionError("on purpose")
 
-    connector_of(second)._transport.is_done = fail
+    connector_of(second).transport.is_done = fail
     with pytest.raises(RuntimeError, match="speaks with other engines"):
         fleet.decode(second, tokens(200), params)
     with pytest.raises(RuntimeError, match="speaks with other engines"):
-        connector_of(second)._links.end_pulls()
+        connector_of(second).links.end_pulls()
 
 
 def test_nobody_looks_while_nothing_is_read(fleet, monkeypatch):
     """An idle engine takes no processor time; it looks at what others read only while they do."""
     first, second = fleet.engines
-    links, looks = [connector_of(engine)._links for engine in fleet.engines], []
-    transport = connector_of(first)._transport
+    links, looks = [connector_of(engine).links for engine in fleet.engines], []
+    transport = connector_of(first).transport
     make_progress = transport.make_progress
     monkeypatch.setattr(transport, "make_progress", lambda: looks.append(1) or make_progress())
     params = fleet.prefill(first, tokens(200))
     assert not looks
     assert [link._look_s() for link in links] == [None, None]
     fleet.decode(second, tokens(200), params)
-    fleet.until(lambda: not connector_of(first)._links._lender.begun_at())
+    fleet.until(lambda: not connector_of(first).links._lender.begun_at())
     assert looks
     assert [link._look_s() for link in links] == [None, None]
     fleet.check()
@@ -315,12 +315,12 @@ def test_what_a_lease_is_of_is_asked_while_a_request_waits(tiny, fleet):
     params = fleet.prefill(first, prompt)
     busy = [fleet.add(second, tokens(100, 5 + n), None, greedy(30)) for n in range(4)]
     job = fleet.add(second, prompt, params)
-    claims = connector_of(second)._links._pulls._claims
+    claims = connector_of(second).links._pulls._claims
     fleet.until(lambda: claims and all(claim.answer for claim in claims.values()))
     assert job.completions[0].request.allocation is None, "it still waits"
-    assert not connector_of(first)._links._lender.begun_at()
+    assert not connector_of(first).links._lender.begun_at()
     asked, ask = [], Peer.ask
-    (peer,) = connector_of(second)._links._peers._known.values()
+    (peer,) = connector_of(second).links._peers._known.values()
     peer.ask = lambda what, then, **how: asked.append(what) or ask(peer, what, then, **how)
     fleet.run(job, *busy)
     assert set(job.completions[0].request.report.loaded) == {"remote"}
@@ -352,7 +352,7 @@ def test_a_lease_that_nobody_wants_ends(fleet):
 def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
     first, second = fleet.engines
     fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
-    connector_of(first)._links._lender._hellos.clear()  # as another that listens there now
+    connector_of(first).links._lender._hellos.clear()  # as another that listens there now
     for seed in (3, 4):  # the first may be computed: that depends on when it hears of it
         prompt = tokens(200, seed)
         is_last_computed = is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
@@ -365,13 +365,10 @@ def test_a_restarted_engine_is_said_hello_to_again(tiny, fleet):
 def test_an_engine_that_nobody_asks_is_let_go_of(tiny, fleet):
     """Engines come and go; one that is asked again is said hello to."""
     first, second = fleet.engines
-    links = connector_of(second)._links
+    links = connector_of(second).links
     fleet.decode(second, tokens(200), fleet.prefill(first, tokens(200)))
     assert list(links._peers.sockets)
-    clock = links._peers._clock
-    links._peers._clock = lambda: clock() + IDLE_S + 3600.0
-    for _ in range(2):  # its thread looks behind what it was told
-        links.end_pulls()
+    let_time_pass(second, IDLE_S + 3600.0)
     assert not list(links._peers.sockets)
     prompt = tokens(200, 3)
     assert not is_computed(tiny, fleet, prompt, fleet.prefill(first, prompt))
@@ -404,11 +401,7 @@ def test_registered_memory_is_back_to_the_start_after_faults(tiny, transport):
         assert storm.counts["fetched"]
         assert held_by_nixl(first, [second]) == start[0]
         assert held_by_nixl(second, [first]) == replace(start[1], peers=1)
-        peers = connector_of(second)._links._peers
-        clock = peers._clock
-        peers._clock = lambda: clock() + IDLE_S + 3600.0
-        for _ in range(2):  # its thread looks behind what it was told
-            connector_of(second)._links.end_pulls()
+        let_time_pass(second, IDLE_S + 3600.0)
         assert held_by_nixl(second, [first]) == start[1]
     for engine in engines:
         assert held_by_nixl(engine, []).registered < start[0].registered
@@ -417,11 +410,11 @@ def test_registered_memory_is_back_to_the_start_after_faults(tiny, transport):
 @pytest.mark.parametrize("transport", ["nixl"], indirect=True)
 def test_of_an_engine_whose_pieces_are_not_registered_nothing_is_kept(fleet):
     first, second = fleet.engines
-    moving, start = connector_of(second)._transport, held_by_nixl(second, [first])
+    moving, start = connector_of(second).transport, held_by_nixl(second, [first])
     elsewhere = Layout([MemoryRows(64, 64, 64, 10)], [MemoryRows(64, 8, 8, 3)])
     for _ in range(2):
         with pytest.raises(TransferError):
-            moving.add_peer(connector_of(first)._transport.metadata(), elsewhere)
+            moving.add_peer(connector_of(first).transport.metadata(), elsewhere)
         assert held_by_nixl(second, [first]) == start
 
 
@@ -429,7 +422,7 @@ def test_a_question_of_what_are_no_tokens_ends_no_engine(tiny, fleet):
     first, second = fleet.engines
     asking = connector_of(second)
     asking._finds[7] = b"page"
-    asking._links.find(7, connector_of(first).place, Find(tokens=bytes(5), salt="", least=0))
+    asking.links.find(7, connector_of(first).place, Find(tokens=bytes(5), salt="", least=0))
     fleet.until(lambda: not asking._finds)
     params = fleet.prefill(first, tokens(200))
     assert not is_computed(tiny, fleet, tokens(200), params), "it is said hello to again"
@@ -528,7 +521,7 @@ def test_memory_is_read_where_engines_are_reached(tiny):
     """Over TCP at the engine's own address, as what engines say to each other."""
     engine = open_engine(tiny.folder, "socket", ip="127.0.0.2")
     with running(engine, open_engine(tiny.folder, "socket")) as fleet:
-        host, _ = msgspec.msgpack.decode(connector_of(engine)._transport.metadata())
+        host, _ = msgspec.msgpack.decode(connector_of(engine).transport.metadata())
         assert host == "127.0.0.2"
         fleet.decode(fleet.engines[1], tokens(200), fleet.prefill(engine, tokens(200)))
         assert connector_of(fleet.engines[1]).num_fetched == 1

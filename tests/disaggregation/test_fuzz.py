@@ -25,7 +25,13 @@ from milepost.disaggregation.messages import (
 from milepost.errors import InvalidRequestError
 from milepost.kv_config import PeerNetworks
 from tests.disaggregation import fuzz
-from tests.disaggregation.fleet import PREFILL, connector_of, open_engine, running
+from tests.disaggregation.fleet import (
+    PREFILL,
+    connector_of,
+    let_time_pass,
+    open_engine,
+    running,
+)
 from tests.disaggregation.hostile import BROKEN_TEXT, DEEP, Liar
 from tests.disaggregation.test_faults import is_computed
 from tests.engines import greedy, tokens
@@ -70,7 +76,7 @@ def connected(engine, source="127.0.0.1"):
 
 def welcome(engine, sock):
     """The answer to a hello."""
-    sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(engine)._links.hello)])
+    sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(engine).links.hello)])
     assert sock.poll(10_000), "nobody answers"
     return msgspec.msgpack.decode(sock.recv_multipart()[2], type=Welcome)
 
@@ -227,14 +233,14 @@ def test_who_is_no_peer_is_not_heard(tiny, caplog):
     with running(first, second) as fleet:
         params = fleet.prefill(first, tokens(200))
         with connected(first) as sock:
-            sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(first)._links.hello)])
+            sock.send_multipart([b"", b"hello", ENCODER.encode(connector_of(first).links.hello)])
             with connected(first, "127.0.0.2") as peer:
                 welcome(first, peer)
             until(lambda: "a connection of no peer's is refused" in caplog.text)
             assert not sock.poll(0)
         with pytest.raises(InvalidRequestError, match=r"remote_host='127\.0\.0\.1'"):
             fleet.add(second, tokens(200), params)
-        assert not list(connector_of(second)._links._peers.sockets)
+        assert not list(connector_of(second).links._peers.sockets)
         connector_of(first).leases.end()
         fleet.check()
 
@@ -243,7 +249,7 @@ def test_a_reader_that_is_no_peer_is_asked_nothing(tiny):
     """The next turn is looked for where a hello says, so that has to be a peer's address too."""
     first = open_engine(tiny.folder, "socket")
     with running(first) as fleet:
-        hello = msgspec.structs.replace(connector_of(first)._links.hello, host="10.0.0.1", port=80)
+        hello = msgspec.structs.replace(connector_of(first).links.hello, host="10.0.0.1", port=80)
         lease = fleet.prefill(first, tokens(200))["remote_request_id"]
         with connected(first) as sock:
             sock.send_multipart([b"", b"1", ENCODER.encode(hello)])
@@ -267,7 +273,7 @@ def test_a_thousand_requests_that_name_others_end_nothing(tiny):
             stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
             for _ in range(100)
         ]
-        params, links, most = fleet.prefill(first, tokens(90)), connector_of(second)._links, 0
+        params, links, most = fleet.prefill(first, tokens(90)), connector_of(second).links, 0
         for number in range(1100):
             port, host = 20_000 + number, f"127.0.{number // 250}.9"
             if number % 2 == 0:
@@ -280,10 +286,7 @@ def test_a_thousand_requests_that_name_others_end_nothing(tiny):
                 fleet.run(job)
             most = max(most, len(links._peers._known))
         assert 1 < most <= 64
-        clock = links._peers._clock
-        links._peers._clock = lambda: clock() + 31.0  # those that are silent are given up
-        for _ in range(2):
-            links.end_pulls()
+        let_time_pass(second, 31.0)  # those that are silent are given up
         params = fleet.prefill(first, tokens(200, 2))
         assert not is_computed(tiny, fleet, tokens(200, 2), params)
         connector_of(first).leases.end()
@@ -384,10 +387,10 @@ def test_parameters_that_name_no_peer_are_refused(others, changes, named):
     first, second = others.engines
     params, known = (
         others.prefill(first, tokens(90)),
-        set(connector_of(second)._links._peers._known),
+        set(connector_of(second).links._peers._known),
     )
     with pytest.raises(InvalidRequestError, match=named):
         others.add(second, tokens(90), params | changes)
-    assert set(connector_of(second)._links._peers._known) == known, "nobody new is asked"
+    assert set(connector_of(second).links._peers._known) == known, "nobody new is asked"
     others.decode(second, tokens(90), params)
     others.check()

@@ -177,10 +177,10 @@ def test_nobody_reads_what_a_rank_has_not_computed(tiny, held):
     with running(*engines) as fleet:
         first, second = engines
         params = fleet.prefill(first, tokens(200))
-        begin, begun = connector_of(second)._transport.begin, []
-        connector_of(second)._transport.begin = lambda *given: begun.append(given) or begin(*given)
+        begin, begun = connector_of(second).transport.begin, []
+        connector_of(second).transport.begin = lambda *given: begun.append(given) or begin(*given)
         job = fleet.add(second, tokens(200), params)
-        fleet.until(lambda: connector_of(first)._links._lender._claims)
+        fleet.until(lambda: connector_of(first).links._lender._claims)
         for number in range(NUM_LOOKS):
             fleet.decode(second, tokens(9, number), None)
         assert not begun
@@ -195,7 +195,7 @@ def test_who_waits_for_a_rank_too_long_computes(tiny, fleet, held):
     first, _ = fleet.engines
     params = fleet.prefill(first, tokens(200))
     assert is_computed(tiny, fleet, tokens(200), params)
-    lender = connector_of(first)._links._lender
+    lender = connector_of(first).links._lender
     fleet.until(lambda: not lender._readers and not lender._claims)
     for each in held:
         each()
@@ -241,7 +241,7 @@ def test_ranks_in_processes_until_one_is_killed(tiny, team, monkeypatch):
     second = open_ranks(tiny, "socket", timeout_s=30.0)
     with running(first, second) as fleet:
         converse(tiny, fleet)
-        transport, is_done = connector_of(second)._transport, []
+        transport, is_done = connector_of(second).transport, []
         transport._own.is_done = lambda _: bool(is_done.append(1))
         fleet.add(second, tokens(200, 8), fleet.prefill(first, tokens(200, 8)))
         fleet.until(lambda: is_done)

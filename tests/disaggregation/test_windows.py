@@ -38,7 +38,7 @@ def test_answers_are_one_engines_and_only_what_is_lacking_moves(tiny, fleet):
     """Of prompts on both sides of a window, and around the edges of pages."""
     random, base = Random(2), tokens(140, 1)
     first, second = fleet.engines
-    page, state, window = map(sum, connector_of(second)._links.hello.layout.piece_bytes)
+    page, state, window = map(sum, connector_of(second).links.hello.layout.piece_bytes)
     assert window > 0
     for number, length in enumerate((20, 41, 48, 57, 81, 113, 140)):
         asked = base[:length] + [random.randrange(50) for _ in range(random.randrange(1, 90))]

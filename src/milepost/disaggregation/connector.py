@@ -62,14 +62,14 @@ class Connector:
         self._scheduler, self._note_state = scheduler, filled
         self._cache = cache = scheduler.outside.cache
         assert isinstance(cache, Cache), "comparisons lend nothing"
-        self.engine_id, self._transport = access.engine_id, access.transport
+        self.engine_id, self.transport = access.engine_id, access.transport
         config = access.config
         exchange = config.exchange
         hello = Hello(
             version=VERSION,
             identity=cache.identity,
             engine_id=self.engine_id,
-            transport=self._transport.name,
+            transport=self.transport.name,
             host=config.kv_ip,
             port=config.kv_port,
             layout=access.endpoints[0].layout,
@@ -77,15 +77,15 @@ class Connector:
         )
         self.lending = Lending(
             cache,
-            self._transport,
+            self.transport,
             Leases(exchange.lease_s, clock),
             most=exchange.lend_share,
             fence=fence,
         )
         self.leases = self.lending.leases
-        self._links = Links(
+        self.links = Links(
             hello,
-            self._transport,
+            self.transport,
             self.leases,
             peers=exchange.peers,
             timeout_s=exchange.timeout_s,
@@ -93,8 +93,8 @@ class Connector:
             clock=clock,
             ring=ring,
         )
-        self._asked = OpenFinds(cache, self.lending, self._links.tell, ring)
-        self.place = self._links.hello.host, self._links.hello.port
+        self._asked = OpenFinds(cache, self.lending, self.links.tell, ring)
+        self.place = self.links.hello.host, self.links.hello.port
         self._wanted: dict[int, tuple[Request, Remote]] = {}
         """Requests that may fetch from a lease and have not begun to."""
         self._fetching: dict[int, Load] = {}
@@ -119,7 +119,7 @@ class Connector:
     def want(self, request: Request, remote: Remote) -> None:
         """Lets a request that was just added fetch from a lease."""
         self._wanted[request.number] = request, remote
-        self._links.hold(remote)
+        self.links.hold(remote)
 
     def offer(self, request: Request, match: Match) -> Offer:
         """Offers the part of a prompt under a lease, if it is worth its bytes."""
@@ -140,7 +140,7 @@ class Connector:
         """
         for load in loads:
             if load.source == self.name:
-                self._links.pull(self._pull(load, is_ready))
+                self.links.pull(self._pull(load, is_ready))
 
     def _pull(self, load: Load, is_ready: Callable[[], bool]) -> Pull:
         _, remote = self._wanted.pop(load.number)
@@ -179,7 +179,7 @@ class Connector:
             lease=granted.lease,
             position=granted.position,
         )
-        return written(remote, granted.pages, granted.slot, self._links.hello.num_ranks)
+        return written(remote, granted.pages, granted.slot, self.links.hello.num_ranks)
 
     # --- the next turn ----------------------------------------------------------------------------
 
@@ -199,12 +199,12 @@ class Connector:
             return None
         self._num_finds += 1
         self._finds[self._num_finds] = digests[depth - 1]
-        self._links.find(self._num_finds, place, Find.of(chain, least))
+        self.links.find(self._num_finds, place, Find.of(chain, least))
         return self._num_finds
 
     def refuse(self, remote: Remote) -> None:
         """Releases a match that is not wanted any more."""
-        self._links.release(remote)
+        self.links.release(remote)
 
     # --- between steps ----------------------------------------------------------------------------
 
@@ -221,24 +221,24 @@ class Connector:
                 continue
             if request.allocation is not None or request.finish_reason is not None:
                 del self._wanted[number]  # it needs nothing from the lease
-                self._links.release(remote)
+                self.links.release(remote)
         found, self._found = self._found, []
         return found
 
     def end_loads(self) -> None:
         """Ends every load and every lease, since it is unknown how far the interrupted plan got."""
-        self._links.end_pulls()
+        self.links.end_pulls()
         self._take()
         for number in list(self._fetching):  # loads that had not begun
             wanted = self._wanted.pop(number, None)
             if wanted is not None:
-                self._links.release(wanted[1])
+                self.links.release(wanted[1])
             self.num_failed += 1
             self._scheduler.failed(number)
         self.lending.end()
 
     def _take(self) -> None:
-        for outcome in self._links.take():
+        for outcome in self.links.take():
             match outcome:
                 case Pulled():
                     self._pulled(outcome)
@@ -288,6 +288,6 @@ class Connector:
         }
 
     def close(self) -> None:
-        self._links.close()
-        self._transport.close()
+        self.links.close()
+        self.transport.close()
         self.lending.end()
