@@ -20,8 +20,13 @@ def tool(parameters, name="f"):
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def _json(value):
+    """Returns JSON as a model may write it: llguidance takes the character U+007F only escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def hermes(name, arguments):
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    call = _json({"name": name, "arguments": arguments})
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
@@ -39,7 +44,7 @@ def _text(value, python_words):
         return value
     if python_words and (value is None or isinstance(value, bool)):
         return str(value)
-    return json.dumps(value, ensure_ascii=False)
+    return _json(value)
 
 
 def ling(name, arguments):
@@ -52,7 +57,7 @@ def ling(name, arguments):
 
 
 def kimi(name, arguments):
-    written = json.dumps(arguments, ensure_ascii=False)
+    written = _json(arguments)
     call = f"functions.{name}:0<|tool_call_argument_begin|>{written}"
     call = f"<|tool_call_begin|>{call}<|tool_call_end|>"
     return f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
