@@ -20,6 +20,7 @@ TOOL = {
     },
 }
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+TRIGGER = {"type": "compaction_trigger"}
 
 
 def test_a_response_is_what_chat_says(client):
@@ -215,6 +216,7 @@ def test_logprobs_are_included(client):
             },
             "input[0].content[0].type",
         ),
+        ({"input": [{"role": "user", "content": "a"}, TRIGGER]}, "input[1].type"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [TOOL, TOOL]}, "tools"),

@@ -204,6 +204,13 @@ class OtherItem(_AnyItem, LeftOutBody):
 
     type: AnyType
 
+    @field_validator("type")
+    @classmethod
+    def _asks_for_an_answer(cls, value: str) -> str:
+        if value == "compaction_trigger":  # wants a summary that only its maker can read
+            raise ValueError(f"{value!r} is not supported: ask for a summary in a message")
+        return value
+
     def left_out(self) -> Iterator[str]:
         yield self.type
 
