@@ -110,7 +110,7 @@ def test_kernels_as_they_were_measured(weight, num_rows, on_hopper, elsewhere):
         (int4(1024, 2048, 32), int4(2048, 512, 32), 4, "int4 gemv, Hopper", "gemv"),
         (int4(1024, 2048), int4(2048, 512), 64, "int4 in one launch, Hopper", "grouped"),
         (int4(1024, 2048, 64), int4(2048, 512, 64), 64, "int4 in one launch, Hopper", "grouped"),
-        (int4(1024, 2048, 32), int4(2048, 512, 32), 64, "grouped", "grouped"),
+        (int4(1024, 2048, 32), int4(2048, 512, 32), 64, "int4 in one launch, Hopper", "grouped"),
         (int4(1024, 2048), int4(2048, 512), 512, "int4 grouped, tall, Hopper", "grouped"),
         (
             int4(1024, 2048, 32),

@@ -122,8 +122,6 @@ _STEPS: Condition[Mixture] = ("one step of inputs", lambda it, _:
 _UNITS: Condition[Mixture] = ("outputs are no whole units", lambda it, _:
     it.up.num_inputs == it.down.num_outputs
     and it.up.num_outputs in (it.down.num_inputs, 2 * it.down.num_inputs))
-_HALVES: Condition[Mixture] = ("scales are of quarters of blocks", lambda it, _:
-    all(each.group % (BLOCK // 2) == 0 for each in it.weights))
 _ROOM: Condition[Mixture] = (
     f"TMA and {_TALL_BYTES >> 10} KiB of shared memory are missing",
     lambda _, chip: chip.has_tma and chip.shared_bytes >= _TALL_BYTES)
@@ -173,7 +171,7 @@ EXPERTS: KernelTable[Mixture] = KernelTable(
     row("int4 grouped, tall, Hopper", "products.hopper.int4_grouped", (Int4,), "128 seq",
         _ALIGNED, _TILES, _STEPS, rows=RowRange(above=_FEW_INT4, unit=_EACH), needs=HOPPER),
     row("int4 in one launch, Hopper", "products.hopper.int4_experts", (Int4,), "128 seq",
-        _UNITS, _HALVES, rows=RowRange(most=_FEW_INT4, unit=_EACH), needs=HOPPER),
+        _UNITS, rows=RowRange(most=_FEW_INT4, unit=_EACH), needs=HOPPER),
     row("fp8 grouped, tall, Hopper", "products.hopper.fp8_grouped", (Fp8,), "128 seq",
         _ROOM, _WHOLE, rows=_MANY, needs=HOPPER, **_FIXED),
     row("fp8 grouped, tall", "products.portable.grouped_large", (Fp8,), "128 seq",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.products.forms.quantised import BLOCK, lane_of
@@ -152,6 +152,10 @@ def multiply(
             first = _add_block(first, left, rows, scale, zero, TYPE, HALVES)
             scale, zero = second_scales[b], second_zeros[b]
             second = _add_block(second, right, rows, scale, zero, TYPE, HALVES)
+        if not IS_EARLY:
+            # The last reads of the stage queue up until late loads of scales are served. The
+            # barrier does not wait for reads, so TMA would overwrite what is still to be read.
+            fence_async_shared()
         thread_barrier()
         mbarrier.arrive(stages.used.index(stage), count=1)
         number += 1
