@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import pictured
-from tests.engine.test_batch_invariant_images import check_bits
+from tests.engine.pictures.test_batch_invariant import check_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -64,4 +64,4 @@ def test_experts(is_gated: bool, num_tokens: int, group: int) -> None:
     hidden, shares, experts = (each.cuda() for each in route(num_tokens, 8, 0.1))
     hidden = hidden.repeat(1, 2)
     given = (hidden, shares, experts, up, down)
-    check_experts(run_mixture(as_activations(hidden), *given[1:]), *given)
+    check_experts(run_mixture(as_activations(hidden), *given[1:]), *given, strays=0.02)

@@ -151,7 +151,12 @@ def route(num_tokens: int, num_experts: int, size: float = 1) -> tuple[Tensor, T
     return hidden, shares, torch.stack(chosen).int()
 
 
-def check_experts(mixed: Tensor | None, *given: Tensor | Quantised, limit: float = 0.0) -> None:
+def check_experts(
+    mixed: Tensor | None, *given: Tensor | Quantised, limit: float = 0.0, strays: float = 0.0
+) -> None:
+    """Compares with the reference, which does not round to 16 bits in between. A share of `strays`
+    of all rows may differ by more: where rows are rounded to four bits, another last bit at a bound
+    may double the scale of a group."""
     hidden, shares, experts, up, down = given
     assert mixed is not None
     mixed, wide, shares = mixed.float().sum(1), hidden.float(), shares.float()
@@ -165,4 +170,4 @@ def check_experts(mixed: Tensor | None, *given: Tensor | Quantised, limit: float
     # Sums at a bound of rounding may go the other way in between; the fewer bits, the more do.
     is_half = hidden.dtype == torch.float16
     assert error.median() < (3e-3 if is_half else 4e-2)
-    assert error.max() < (0.1 if is_half else 0.2)
+    assert (error >= (0.1 if is_half else 0.2)).float().mean() <= strays

@@ -265,10 +265,10 @@ def _round_e2m1_kernel(
     is_nan = size > 0x7F800000
     if GROUP == 16:
         b_factor = tl.load(factor)
-        bits = encode(largest / (_E2M1_LARGEST * b_factor), False)
+        bits = encode(tl.div_rn(largest, _E2M1_LARGEST * b_factor), False)
         bits = tl.where(is_nan, 127, bits).to(tl.uint8)
         scale = decode(bits, False).to(tl.float32) * (256.0 * b_factor)
-        inverse = 1.0 / tl.where(scale > 0, scale, float("inf"))
+        inverse = tl.div_rn(1.0, tl.where(scale > 0, scale, float("inf")))
     else:
         exponent = tl.maximum(((size + (1 << 21)) >> 23) - 2, 1)
         bits = tl.where(is_nan, 255, exponent).to(tl.uint8)
