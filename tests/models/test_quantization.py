@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
-from milepost.kernels.norm.reference import silu_mul
+from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Packed
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope
@@ -121,19 +121,42 @@ class RoundingForm(Packed):
         return F.linear(self.rounding.round(rows), self.values, bias)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingStack:
+    """Matrices of experts [X, O, I], which the reference multiplies as it does quantised ones."""
+
+    values: Tensor
+    rounding: Rounding
+    order: SumOrder = SumOrder.FREE
+
+    @property
+    def scales(self) -> Tensor:
+        return self.values
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[-2]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[-1]
+
+    def round_inputs(self, hidden: Tensor) -> Tensor:
+        return self.rounding.round(hidden)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype)
+
+
 class RoundingExperts(RawExperts):
     rounding: Rounding
 
-    def mix(self, rows: Tensor, shares: Tensor, experts: Tensor, limit: float = 0.0) -> Tensor:
-        output = torch.zeros_like(rows)
-        has_gate = self.up.shape[1] > self.down.shape[2]
-        for token, (row, chosen, weights) in enumerate(zip(rows, experts, shares, strict=True)):
-            for expert, share in zip(chosen.tolist(), weights, strict=True):
-                first = self.rounding.round(row[None]) @ self.up[expert].T
-                active = silu_mul(first, limit) if has_gate else F.relu(first).square()
-                active = self.rounding.round(active)
-                output[token] += share * (active @ self.down[expert].T)[0]
-        return output.unsqueeze(1)
+    @property
+    def forms(self) -> tuple[RoundingStack, RoundingStack]:
+        up, down = (
+            RoundingStack(values=each, rounding=self.rounding) for each in (self.up, self.down)
+        )
+        return up, down
 
 
 def load_meant(
