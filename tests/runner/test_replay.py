@@ -23,19 +23,19 @@ REPLAY = Path(__file__).parents[2] / "tools" / "replay_plans.py"
 CONFIG = {
     "device": "cpu",
     "page_size": 16,
-    "cpu_cache_gib": 0.0037,
+    "cpu_cache_gib": 0.0033,
     "cache_memory": "shared",
     "async_scheduling": True,
     "max_num_batched_tokens": 192,
     "max_num_seqs": 6,
 }
 WISHES = [
-    SamplingParams(max_tokens=28, temperature=0, ignore_eos=True),
-    SamplingParams(max_tokens=28, seed=3, presence_penalty=0.8, ignore_eos=True),
-    SamplingParams(max_tokens=28, seed=4, top_p=0.8, logit_bias={7: 2.0}, ignore_eos=True),
-    SamplingParams(max_tokens=28, temperature=0, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=60, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=60, seed=3, presence_penalty=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=60, seed=4, top_p=0.8, logit_bias={7: 2.0}, ignore_eos=True),
+    SamplingParams(max_tokens=60, temperature=0, repetition_penalty=1.3, ignore_eos=True),
     SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-f ]{9}")),
-    SamplingParams(max_tokens=28, seed=5, min_tokens=20, top_k=9),
+    SamplingParams(max_tokens=60, seed=5, min_tokens=20, top_k=9),
 ]
 
 
