@@ -164,9 +164,10 @@ def _run(arguments: list[str], given: None, address: str, pid_file: Path) -> Non
 
 
 def _begin() -> None:
-    # What forks may have begun where Ctrl-C is blocked, or ignored as in the background.
+    # What forks may have begun where Ctrl-C is blocked, or in the background, or under `nohup`.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.freeze()  # what was imported stays, and its pages stay shared
 
 
