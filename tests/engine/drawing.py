@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from tests.engines import num_held, tiering_of
 from tests.invariants import check
 
 MAX_TOKENS = 120
-"""Of the longest answer."""
+"""Length of the longest answer."""
 WITH_HEAD = ("qwen3_5", "qwen3_next")
 WORDS = [
     "the",
@@ -44,17 +45,34 @@ FORMS: Sequence[dict[str, Any]] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What engines and prompts are drawn from; by default, small ones for tiny models."""
+
+    page_sizes: Sequence[int] = (16, 64, 64, 128)
+    step_tokens: Sequence[int] = (96, 130, 200, 512)
+    max_model_lens: Sequence[int] = (320, 512)
+    host_gib: Sequence[float] = (0.002, 0.02)
+    words: int = 1
+    """Factor for the number of words in prompts."""
+
+
+SMALL = Sizes()
+
+
 def words(rng: random.Random, num: int) -> str:
     return " ".join(rng.choices(WORDS, k=num))
 
 
-def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, Any]:
-    """Of an engine with little memory; `folder` is for what it keeps on disk."""
-    page_size = rng.choice([16, 64, 64, 128])
-    max_model_len = rng.choice([320, 512])
+def engine_options(
+    rng: random.Random, family: str, folder: Path, sizes: Sizes = SMALL
+) -> dict[str, Any]:
+    """Draws the options of an engine with little memory; `folder` is its cache on disk."""
+    page_size = rng.choice(sizes.page_sizes)
+    max_model_len = rng.choice(sizes.max_model_lens)
     options: dict[str, Any] = {
         "max_num_seqs": rng.choice([1, 2, 3, 5, 12]),
-        "max_num_batched_tokens": max(rng.choice([96, 130, 200, 512]), page_size),
+        "max_num_batched_tokens": max(rng.choice(sizes.step_tokens), page_size),
         "max_model_len": max_model_len,
         "page_size": page_size,
         "mamba_cache_mode": rng.choice([*["auto"] * 5, "align", "all"]),
@@ -75,7 +93,7 @@ def engine_options(rng: random.Random, family: str, folder: Path) -> dict[str, A
             "adaptive": rng.random() < 0.3,
         }
     if rng.random() < 0.4:
-        options["cache_host_gib"] = rng.choice([0.002, 0.02])
+        options["cache_host_gib"] = rng.choice(sizes.host_gib)
     if rng.random() < 0.3:
         options["cache_dir"] = str(folder)
     if rng.random() < 0.3:
@@ -125,14 +143,19 @@ class Traffic:
     given up now and then."""
 
     def __init__(
-        self, rng: random.Random, llm: LLM, num_requests: int, known: Sequence[str] = ()
+        self,
+        rng: random.Random,
+        llm: LLM,
+        num_requests: int,
+        known: Sequence[str] = (),
+        sizes: Sizes = SMALL,
     ) -> None:
-        self._rng, self._llm, self._left = rng, llm, num_requests
+        self._rng, self._llm, self._left, self._sizes = rng, llm, num_requests, sizes
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = tokenizer
         self._room = llm.llm_engine.limits.max_model_len - MAX_TOKENS - 1
-        self.known = list(known) or [words(rng, num) for num in (20, 40, 60)]
+        self.known = list(known) or [words(rng, num * sizes.words) for num in (20, 40, 60)]
         """What prompts go on from."""
         self.asked: list[Asked] = []
 
@@ -165,7 +188,7 @@ class Traffic:
             self._left -= 1
             base = rng.choice(self.known)
             cut = rng.choice([len(base), rng.randint(0, len(base))])
-            text = f"{base[:cut]} {words(rng, rng.randint(1, 30))}"
+            text = f"{base[:cut]} {words(rng, rng.randint(1, 30 * self._sizes.words))}"
             self.known += [text] if rng.random() < 0.3 else []
             ids = self._tokenizer.encode(text)[: self._room]
             prompt: dict[str, Any] = {"prompt_token_ids": ids}
@@ -242,6 +265,41 @@ def rest(llm: LLM) -> None:
             engine.step()
 
 
+def serve(
+    seed: int,
+    folder: Path,
+    family: str,
+    kept: Path,
+    monkeypatch: Any,
+    *,
+    num_requests: int,
+    sizes: Sizes = SMALL,
+    **modes: Any,
+) -> tuple[list[Asked], dict[str, Any]]:
+    """Serves some requests, then others that find only what is below the device's memory; returns
+    them with the options of their engine."""
+    rng = random.Random(seed)
+    options = engine_options(rng, family, kept, sizes) | modes
+    llm = opened(folder, options)
+    first = Traffic(rng, llm, num_requests // 2, sizes=sizes)
+    asked, known = first.run(), first.known
+    if rng.random() < 0.5:
+        rest(llm)
+    if "cache_dir" in options and rng.random() < 0.7:
+        end(llm)
+        del llm, first  # memory may hold one model only
+        gc.collect()
+        llm = opened(folder, options)
+        if rng.random() < 0.3:  # what has not come at the first look is computed
+            monkeypatch.setattr("milepost.tiers.disk.STALL_S", -1.0)
+    else:
+        assert llm.llm_engine.scheduler.cache.reset()
+    asked += Traffic(rng, llm, num_requests - num_requests // 2, known, sizes).run()
+    end(llm)
+    monkeypatch.undo()
+    return asked, options
+
+
 def run(
     seed: int,
     folder: Path,
@@ -252,41 +310,31 @@ def run(
     num_requests: int,
     **modes: Any,
 ) -> list[Asked]:
-    """Some requests, then others that find what is below the device's memory alone. `modes` are
+    """Serves drawn requests and compares each with a plain engine's answer to it alone. `modes` are
     options of the plain engine too; in the bitwise mode bits are compared."""
-    rng = random.Random(seed)
-    options = engine_options(rng, family, kept) | modes
-    llm = opened(folder, options)
-    first = Traffic(rng, llm, num_requests=num_requests // 2)
-    asked = first.run()
-    if rng.random() < 0.5:
-        rest(llm)
-    if "cache_dir" in options and rng.random() < 0.7:
-        end(llm)
-        llm = opened(folder, options)
-        if rng.random() < 0.3:  # what has not come at the first look is computed
-            monkeypatch.setattr("milepost.tiers.disk.STALL_S", -1.0)
-    else:
-        assert llm.llm_engine.scheduler.cache.reset()
-    asked += Traffic(rng, llm, num_requests - num_requests // 2, first.known).run()
-    end(llm)
-    monkeypatch.undo()
+    asked, options = serve(
+        seed, folder, family, kept, monkeypatch, num_requests=num_requests, **modes
+    )
     same: dict[str, Any] = {"kv_cache_dtype": options.get("kv_cache_dtype", "auto"), **modes}
     tolerance = 1e-6
     if modes.get("batch_invariant"):
         tolerance = 0.0
         same["page_size"] = options["page_size"]  # Hopper's attention takes pages from 64 on
-    plain = LLM(
-        folder,
-        enable_prefix_caching=False,
-        max_num_seqs=1,
-        num_pages=64,
-        num_slots=4,
-        max_model_len=options["max_model_len"],
-        **same,
-    )
+    plain = open_plain(folder, max_model_len=options["max_model_len"], **same)
     for each in asked:
         wrong = differences(each, plain, tolerance)
         assert not wrong, f"{options}, {each.prompt}, {each.params}: {wrong}"
     assert len(asked) > num_requests // 2
     return asked
+
+
+def open_plain(folder: Path, **options: Any) -> LLM:
+    """Opens an engine that runs one request at a time and caches nothing."""
+    return LLM(
+        folder,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        num_pages=64,
+        num_slots=4,
+        **options,
+    )
