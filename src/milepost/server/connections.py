@@ -19,13 +19,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from milepost.errors import ConfigError
 from milepost.server.errors import HttpError, body_of, json_response
+from milepost.server.http1 import (
+    MAX_HEAD_BYTES,
+    head_too_large,
+    problem_of,
+    until_half_closed,
+    without_chunks,
+)
 from milepost.server.lingering import Lingering
 
 logger = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 2**16
-"""Limit of a request line with its headers. The framing of a chunked body may take as much again,
-and as much as the body itself."""
 MAX_PIPELINED = 32
 """Requests that a client may send ahead on one connection."""
 LINGER_S = 5.0
@@ -90,7 +94,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._incoming = Incoming(is_whole=True)
         self._refusal: HttpError | None = None
         self._is_broken = False
-        self._is_body_alone = False
+        self._is_body_alone = self._is_half_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         if len(self.connections) > self.max_connections:
@@ -109,6 +113,20 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection of a client that closed its side of it, as `nc -N` does, until its
+        requests are answered. Requests that generate are aborted, since a client that left looks
+        the same. TLS closes both sides at once."""
+        if self.cycle is None or self.cycle.response_complete or self._is_receiving():
+            return False
+        if self._is_broken or self.scheme == "https":
+            return False
+        self._is_half_closed = True
+        if self._running is not None:
+            self._running.message_event.set()
+        self.cycle.keep_alive = False
+        return True
+
     def data_received(self, data: bytes) -> None:
         if self._is_broken or self.transport.is_closing():
             self._drop(data)
@@ -119,7 +137,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._head_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes:
-            self._break(_head_too_large())
+            self._break(head_too_large())
         elif len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
 
@@ -160,32 +178,24 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self._stop_waiting()
         self._head_bytes = self._body_bytes = 0
-        self._check_size()
-        self._check_codings()
+        self._check_head()
         incoming = Incoming(abort=self.transport.abort)
         self.scope["milepost.incoming"] = incoming  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._incoming = incoming
 
-    def _check_size(self) -> None:
-        """Refuses a large head that arrived in one piece; any exception ends the parser."""
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
-            self._break(_head_too_large())
-            raise ValueError("the head is too large")
-
-    def _check_codings(self) -> None:
-        """Refuses a body that was encoded before it was cut into chunks; any exception ends the
-        parser. Bodies that are not in chunks at last are refused by the parser itself."""
-        given = [value.strip() for name, value in self.headers if name == b"transfer-encoding"]
-        codings = b", ".join(given).lower()
-        if codings != b"chunked" and codings.endswith(b"chunked"):
-            named = codings[:100].decode("latin-1")
-            self._break(HttpError(501, f"transfer-encoding {named!r}: use chunked alone"))
-            raise ValueError("the parser would take the chunks for the body")
+    def _check_head(self) -> None:
+        """Refuses a head that cannot be served; any exception ends the parser."""
+        problem = problem_of(self.parser.get_http_version(), self.url, self.headers)
+        if problem is not None:
+            self._break(problem)
+            raise ValueError(problem.detail)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        app = until_half_closed(app, cycle, lambda: self._is_half_closed)
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -276,7 +286,3 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._lingering.finish()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
-
-
-def _head_too_large() -> HttpError:
-    return HttpError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")

@@ -98,7 +98,7 @@ class ClientGoneError(HttpError):
     """The client left before its response; logs and metrics show status 499."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client left before its response")
+        super().__init__(499, "the client left, or closed its side before the response had come")
 
 
 def status_of(error: Exception) -> int:

@@ -103,8 +103,7 @@ class EventStream(Response):
                 await sending
                 return
             scope["milepost.record"]["client_gone"] = True
-            if not leaving.done():
-                scope["milepost.abort"]()
+            scope["milepost.abort"]()
         finally:
             for task in (sending, leaving):
                 task.cancel()
