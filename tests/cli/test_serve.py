@@ -86,3 +86,13 @@ def test_two_models_are_one_too_many():
     assert "./m --model ./n: name one model" in text
     assert run("./m", "--model", "./m")[1][0][1].model == "./m"
     assert run("--model", "./n")[1][0][1].model == "./n"
+
+
+def test_a_working_directory_that_was_deleted_is_one_line(tmp_path, monkeypatch):
+    """As after a redeployment: neither a process can be started in it, nor torch imported."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    status, asked, said = run()
+    assert (status, asked) == (2, [])
+    assert said.startswith("milepost: error: the working directory was deleted")
+    assert len(said.splitlines()) == 1

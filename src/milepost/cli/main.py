@@ -30,7 +30,7 @@ from milepost.cli.serve import Serve, forget_stdout, run_server, serve_command
 from milepost.cli.verify import verify_command
 from milepost.cli.vllm_flags import translated, with_environment
 from milepost.config import EngineConfig
-from milepost.errors import MilepostError
+from milepost.errors import ConfigError, MilepostError
 from milepost.models.early import refuse_early
 
 
@@ -49,6 +49,7 @@ def main(
     parts = open_engine or open_llm, screen, stdin or sys.stdin, serve or run_server
     app = build_app(*parts, wanted=words[0] if words else None)
     try:
+        _require_directory()
         if words[:1] in (["serve"], ["run-batch"]):
             given = with_file(words[1:])
             words = [words[0], *translated(given.words)]
@@ -130,6 +131,15 @@ def open_llm(config: EngineConfig) -> StreamingEngine:
     """Opens the real engine and loads its weights. Raises ConfigError and WeightsError."""
     refuse_early(config)
     return milepost.LLM(**asdict(config))
+
+
+def _require_directory() -> None:
+    """Raises ConfigError if the working directory was deleted: nothing can be imported from there,
+    and no process started."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory was deleted: change to another one") from error
 
 
 def _process_screen() -> Screen:
