@@ -200,6 +200,28 @@ def test_a_summary_stands_for_what_it_replaces(content, read):
     assert [f"{message.role}: {text_of(message)}" for message in chat.messages] == read
 
 
+@pytest.mark.parametrize("kind", ["compaction", "compaction_summary", "context_compaction"])
+def test_the_model_is_told_of_a_summary_that_is_encrypted(http, kind):
+    """Codex goes on with such a conversation when its user changes the model; nobody else would say
+    that its beginning is missing."""
+    from milepost.server.responses.convert import items_of, to_chat
+    from milepost.server.responses.protocol import ResponsesRequest
+
+    item = {"type": kind, "id": "cmp_1", "encrypted_content": "gAAAA", "created_by": "x"}
+    said = {"type": "message", "role": "user", "content": "and?"}
+    body = {"model": "tiny", "input": [said, item, said], "max_output_tokens": 1}
+    request = ResponsesRequest.model_validate(body)
+    chat = to_chat(request, items_of(request.input)).chat
+    before, note, after = [text_of(message) for message in chat.messages]
+    assert (before, after) == ("and?", "and?")
+    assert "summary" in note
+    assert "missing" in note
+    for given in (body, {**body, "input": [item]}):
+        found = http.post(RESPONSES, json=given)
+        assert found.status_code == 200, found.text
+        assert found.headers["x-milepost-ignored"] == f"input[].{kind}"
+
+
 def text_of(message):
     parts = message.content
     return parts if isinstance(parts, str) else "".join(part.text for part in parts)

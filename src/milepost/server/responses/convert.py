@@ -28,6 +28,12 @@ _SAME = (
 """Fields that a chat request has under the same name."""
 
 
+_MISSING = (
+    "[Note: a summary of the conversation before this point is missing here, because another "
+    "server encrypted it. Tell the user if it is needed.]"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
     """A request as a chat request, and the names of its tools."""
@@ -161,6 +167,8 @@ class _Turn:
 
 def _plain(item: ResponseItem) -> openai.Message:
     """Returns an item that is not the assistant's as a message."""
+    if isinstance(item, kinds.CompactionItem):
+        return openai.Message(role="user", content=_MISSING)
     if isinstance(item, kinds.MessageItem):
         return openai.Message(role=item.role, content=_content(_parts(item.content)))
     id_ = getattr(item, "call_id", None) or item.id

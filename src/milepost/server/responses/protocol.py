@@ -199,6 +199,16 @@ class ItemReference(Body):
     id: Annotated[str, Field(max_length=256)]
 
 
+class CompactionItem(_AnyItem, LeftOutBody):
+    """A summary that only the server which made it can read. The model is told that one is missing,
+    so that the user learns of it."""
+
+    type: Literal["compaction", "compaction_summary", "context_compaction"]
+
+    def left_out(self) -> Iterator[str]:
+        yield self.type
+
+
 class OtherItem(_AnyItem, LeftOutBody):
     """An item that is left out."""
 
@@ -227,6 +237,7 @@ ResponseItem: Any = tagged(
     McpCallItem,
     MoreToolsItem,
     ItemReference,
+    CompactionItem,
     OtherItem,
     other=lambda kind: MessageItem if kind is None else OtherItem,
 )
