@@ -23,8 +23,8 @@ from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
 from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix, Rows
-from milepost.layers.quantised.fp4 import Fp4Stack
-from milepost.layers.quantised.fp8 import Fp8Stack
+from milepost.layers.quantised.fp4 import Fp4Matrix
+from milepost.layers.quantised.fp8 import Fp8Matrix
 from milepost.layers.weights import (
     USUAL_NAMES,
     ExpertNames,
@@ -299,8 +299,8 @@ def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     model, _ = load_model(stored, LoadOptions(dtype="float64"))
     rounding = Rounding(None, 0.02) if form == "modelopt-mixed" else Rounding()
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
-    forms = [module for module in model.modules() if isinstance(module, Fp4Stack | Fp8Stack)]
-    assert {type(each) for each in forms} == {Fp4Stack, Fp8Stack}
+    forms = [module for module in model.modules() if isinstance(module, Fp4Matrix | Fp8Matrix)]
+    assert {type(each) for each in forms} == {Fp4Matrix, Fp8Matrix}
     dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
     expected = [type(each) for each in model.modules()]
     assert [type(each) for each in dummy.modules()] == expected
@@ -355,7 +355,7 @@ def test_experts_of_any_size_are_whole_blocks(
 def test_four_bits_of_one_matrix_have_factors_of_their_own() -> None:
     """Each projection's is kept as the checkpoint has it: none is scaled to another's."""
     kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
-    stack = Fp4Stack(Fp4Precision(maker="modelopt"), (16, 128), 128, kind)
+    stack = Fp4Matrix(Fp4Precision(maker="modelopt"), (16, 128), 128, kind)
     for rows, factor in ((range(8), 0.3), (range(8, 16), 0.7)):
         places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
         places["weight"].store(torch.full((8, 64), 0x2A, dtype=torch.uint8))
@@ -370,7 +370,7 @@ def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
     """Rows have factors, so that float8 holds a row's scales, but for those that are nothing beside
     its largest."""
     kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
-    stack = Fp4Stack(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), 128, kind)
+    stack = Fp4Matrix(Fp4Precision(maker="compressed-tensors", group=32), (2, 128), 128, kind)
     places = stack.place_projection(Rows(torch.arange(2)), (), "any")
     places["weight_packed"].store(torch.full((2, 64), 0x77, dtype=torch.uint8))
     powers = torch.tensor([[20, 3, 10, 2], [200, 199, 190, 183]], dtype=torch.uint8)
@@ -383,7 +383,7 @@ def test_scales_that_are_powers_of_two_may_be_of_any_size() -> None:
 def test_projections_of_one_matrix_share_the_largest_scale_of_their_inputs() -> None:
     kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     precision = Fp8Precision(strategy="tensor", is_static=True)
-    stack = Fp8Stack(precision, (16, 128), 128, kind, rows=1)
+    stack = Fp8Matrix(precision, (16, 128), 128, kind, rows=1)
     for rows, scale in ((range(8), 0.5), (range(8, 16), 0.25)):
         places = stack.place_projection(Rows(torch.tensor(rows)), (), "any")
         places["input_scale"].store(torch.tensor([scale]))
@@ -473,7 +473,7 @@ def test_a_raw_checkpoint_is_rounded_on_the_fly(name: str, tmp_path: Path) -> No
     )
     made, _ = load_model(meant, LoadOptions(quantization="fp8"))
     read = dict(load_model(stored)[0].named_modules())
-    forms = {key: each for key, each in made.named_modules() if isinstance(each, Fp8Stack)}
+    forms = {key: each for key, each in made.named_modules() if isinstance(each, Fp8Matrix)}
     assert len(forms) > 8
     for key, stack in forms.items():
         values, expected = (each.form.dequantise(torch.float32) for each in (stack, read[key]))
@@ -606,7 +606,7 @@ def test_dummy_numbers_of_four_bits_have_no_common_direction(group: int) -> None
     kind = ModuleScope(dtype=torch.float32, device=torch.device("cpu"))
     matrix = form.matrix(512, 1024, kind)
     matrix.fill(0.02, torch.Generator().manual_seed(0))
-    weight = matrix.stack.form.dequantise(torch.float32)
+    weight = matrix.form.dequantise(torch.float32)
     assert weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(weight.mean().item()) < 4 * 0.02 / weight.numel() ** 0.5
 
@@ -628,7 +628,7 @@ def test_groups_that_kernels_do_not_scale_are_refused_as_they_are_loaded(
     kind = ModuleScope(path="down", dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match=named):
         form.matrix(64, num_inputs, kind)
-    assert form.matrix(64, 384, kind).stack.form.group in (group, 384)
+    assert form.matrix(64, 384, kind).form.group in (group, 384)
 
 
 @pytest.mark.parametrize("group", [16, 48, 96, 192, 320])

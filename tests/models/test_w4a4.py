@@ -24,7 +24,7 @@ from milepost.kernels.platform import device
 from milepost.kernels.platform.device import find_chip
 from milepost.kernels.products.forms.quantised import Fp4, Nibbles
 from milepost.kernels.products.forms.w4a4 import W4A4
-from milepost.layers.quantised.fp4 import Fp4Stack
+from milepost.layers.quantised.fp4 import Fp4Matrix
 from milepost.models.kernel_list import list_kernels
 from milepost.models.loading import LoadOptions, load_model
 from milepost.parallel import ALONE
@@ -75,7 +75,7 @@ def test_activations_are_rounded_in_every_projection(
 ) -> None:
     stored = write_checkpoint(name, tmp_path, form, **sizes)
     model, _ = load_model(stored, ASKED)
-    stacks = [each for each in model.modules() if isinstance(each, Fp4Stack)]
+    stacks = [each for each in model.modules() if isinstance(each, Fp4Matrix)]
     assert {type(each.form) for each in stacks} == {W4A4}
     assert {each.form.input_factor.item() for each in stacks} == {
         torch.tensor(FACTORS[form]).item()

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from milepost.errors import ConfigError, UnsupportedModelError
 from milepost.kernels import products
 from milepost.kernels.products.forms.quantised import BLOCK, Quantised
 from milepost.layers.parameters import ModuleScope
@@ -34,56 +35,57 @@ def ones(scope: ModuleScope, shape: tuple[int, ...], dtype: torch.dtype) -> nn.P
     return nn.Parameter(values, requires_grad=False)
 
 
-class Stack(Protocol):
-    """Matrices of experts, or one matrix, in a quantised form. It is also a module."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedPrecision:
+    """A `Precision` whose weights are `QuantisedMatrix`."""
+
+    max_shared: ClassVar[int] = 1
 
     @property
     def axes(self) -> Mapping[str, Axes]:
-        """See `Weight`."""
-        ...
+        """The dimensions of outputs and inputs in each of a projection's tensors."""
+        raise NotImplementedError
+
+    def stack(self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope) -> QuantisedMatrix:
+        """Returns unfilled matrices [..., O, I] of this `shape`: see `QuantisedMatrix`."""
+        raise NotImplementedError
+
+    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
+        return self.stack((num_outputs, num_inputs), num_inputs, scope)
+
+    def experts(
+        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope
+    ) -> QuantisedExperts:
+        up, down = (self.stack(*shape, scope) for shape in shapes_of(sizes, names))
+        return QuantisedExperts(sizes, names, scope, up, down)
+
+
+class QuantisedMatrix(nn.Module):
+    """A quantised matrix [O, I], which is a `Weight`, or the matrices [X, O, I] of experts. They
+    are filled projection by projection; a projection has `num_placed` inputs in the checkpoint."""
+
+    def __init__(self, precision: QuantisedPrecision, num_placed: int, scope: ModuleScope) -> None:
+        super().__init__()
+        self.axes, self.num_placed, self.scope = precision.axes, num_placed, scope
 
     @property
     def form(self) -> Quantised:
         """The form that the kernels read."""
-        ...
-
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
-        """Returns placements for the tensors of a projection with these `rows` of the matrix `at`;
-        `path` is the projection's."""
-        ...
-
-    def clear(self, first: int, count: int) -> None:
-        """See `Weight`."""
-        ...
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        """See `Weight`."""
-        ...
-
-
-class QuantisedMatrix(nn.Module):
-    """A `Weight` whose projections share one matrix [O, I]: a `stack` without experts."""
-
-    def __init__(self, stack: Stack) -> None:
-        super().__init__()
-        self.stack = stack
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.stack.axes
-
-    @property
-    def form(self) -> Quantised:
-        return self.stack.form
+        raise NotImplementedError
 
     def place(self, rows: Tensor, path: str) -> WeightSlots:
-        return self.stack.place_projection(Rows(rows), (), path)
+        return self.place_projection(Rows(rows), (), path)
+
+    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
+        """Returns placements for the tensors of the projection at `path`, whose outputs are these
+        `rows` of the matrix `at`."""
+        raise NotImplementedError
 
     def clear(self, first: int, count: int) -> None:
-        self.stack.clear(first, count)
+        raise NotImplementedError
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        self.stack.fill(spread, generator)
+        raise NotImplementedError
 
     def pack(self) -> None:
         """Does nothing: quantised weights are small already."""
@@ -94,7 +96,12 @@ class QuantisedExperts(nn.Module):
     that pad an expert to whole blocks are zeros."""
 
     def __init__(
-        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
+        self,
+        sizes: ExpertSizes,
+        names: ExpertNames,
+        scope: ModuleScope,
+        up: QuantisedMatrix,
+        down: QuantisedMatrix,
     ) -> None:
         super().__init__()
         self.sizes, self.names, self.scope, self.up, self.down = sizes, names, scope, up, down
@@ -111,12 +118,52 @@ class QuantisedExperts(nn.Module):
         return self.up.form, self.down.form
 
     def placements(self) -> WeightSlots:
-        return place_experts(self.sizes, self.names, self.scope, self.up, self.down)
+        """Places experts that the checkpoint stores one by one, and the shared one."""
+        placements = self._place_shared()
+        projections = self._projections(self.names.projections, self.sizes.units)
+        for expert, number in self.sizes.numbers:
+            prefix = self.scope.full(f"{self.names.single}.{number}")
+            placements |= _place_expert(projections, prefix, expert)
+        return placements
+
+    def _place_shared(self) -> WeightSlots:
+        """Places the shared expert, if it is stored among the others."""
+        if not self.sizes.num_shared:
+            return {}
+        projections = self._projections(self.names.shared_projections, self.sizes.shared_units)
+        prefix = self.scope.full(self.names.shared)
+        return _place_expert(projections, prefix, self.sizes.num_experts)
+
+    def _projections(self, names: tuple[str, ...], units: Cut) -> list[_Projection]:
+        """Returns the projections of an expert whose `units` are kept."""
+        sizes, (*firsts, last) = self.sizes, names
+        rows: dict[str, Tensor] = {}
+        for name, part in zip(firsts, unit_rows(sizes, len(firsts)), strict=True):
+            rows[name] = torch.cat((rows[name], part)) if name in rows else part
+        whole, out = Cut.all_of(sizes.hidden_size), Rows(torch.arange(sizes.hidden_size))
+        projections = []
+        for name, part in rows.items():
+            outputs = join(*[units] * (len(part) // sizes.size))
+            projections.append(
+                _Projection(
+                    name=name, matrix=self.up, rows=Rows(part), outputs=outputs, inputs=whole
+                )
+            )
+        down = _Projection(name=last, matrix=self.down, rows=out, outputs=whole, inputs=units)
+        return [*projections, down]
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        for stack in (self.up, self.down):
-            stack.fill(spread, generator)
+        for matrix in (self.up, self.down):
+            matrix.fill(spread, generator)
         self._clear_padding()
+
+
+def refuse_inputs(num_placed: int, why: str, scope: ModuleScope) -> NoReturn:
+    """Raises UnsupportedModelError, or ConfigError if only a rank's part of the inputs is kept."""
+    what = f"{scope.path}: {num_placed} inputs"
+    if scope.ranks.is_alone:
+        raise UnsupportedModelError(f"{what} {why}")
+    raise ConfigError(f"{what} of a rank {why}; use a smaller tensor_parallel_size")
 
 
 def padded_size(sizes: ExpertSizes) -> int:
@@ -142,70 +189,27 @@ def unit_rows(sizes: ExpertSizes, count: int) -> list[Tensor]:
     return [part[: sizes.size] for part in torch.arange(count * padded_size(sizes)).chunk(count)]
 
 
-def place_experts(
-    sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
-) -> WeightSlots:
-    """Places experts that the checkpoint stores one by one, and the shared one."""
-    placements = place_shared(sizes, names, scope, up, down)
-    projections = _projections(sizes, names.projections, sizes.units, up, down)
-    for expert, number in sizes.numbers:
-        placements |= _place_expert(projections, scope.full(f"{names.single}.{number}"), expert)
-    return placements
-
-
-def place_shared(
-    sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope, up: Stack, down: Stack
-) -> WeightSlots:
-    """Places the shared expert, if it is stored among the others."""
-    if not sizes.num_shared:
-        return {}
-    units = sizes.shared_units
-    projections = _projections(sizes, names.shared_projections, units, up, down)
-    return _place_expert(projections, scope.full(names.shared), sizes.num_experts)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Projection:
     """A projection that each expert has."""
 
     name: str
-    stack: Stack
+    matrix: QuantisedMatrix
     rows: Rows
     outputs: Cut
     """The outputs that are kept."""
     inputs: Cut
 
 
-def _projections(
-    sizes: ExpertSizes, names: tuple[str, ...], units: Cut, up: Stack, down: Stack
-) -> list[_Projection]:
-    *firsts, last = names
-    rows: dict[str, Tensor] = {}
-    for name, part in zip(firsts, unit_rows(sizes, len(firsts)), strict=True):
-        rows[name] = torch.cat((rows[name], part)) if name in rows else part
-    whole = Cut.all_of(sizes.hidden_size)
-    projections = []
-    for name, part in rows.items():
-        outputs = join(*[units] * (len(part) // sizes.size))
-        projections.append(
-            _Projection(name=name, stack=up, rows=Rows(part), outputs=outputs, inputs=whole)
-        )
-    out = Rows(torch.arange(sizes.hidden_size))
-    return [
-        *projections,
-        _Projection(name=last, stack=down, rows=out, outputs=whole, inputs=units),
-    ]
-
-
 def _place_expert(projections: Sequence[_Projection], prefix: str, expert: int) -> WeightSlots:
     placements: WeightSlots = {}
     for each in projections:
         path = f"{prefix}.{each.name}"
-        tensors = each.stack.place_projection(each.rows, (expert,), path)
+        tensors = each.matrix.place_projection(each.rows, (expert,), path)
         if not each.outputs.is_whole:
-            cut_outputs(tensors, each.stack.axes, each.outputs, path)
+            cut_outputs(tensors, each.matrix.axes, each.outputs, path)
         if not each.inputs.is_whole:
-            cut_inputs(tensors, each.stack.axes, each.inputs, path)
+            cut_inputs(tensors, each.matrix.axes, each.inputs, path)
         placements |= {f"{path}.{tensor}": place for tensor, place in tensors.items()}
     return placements
 

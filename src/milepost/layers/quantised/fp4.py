@@ -9,28 +9,26 @@ Legend: O outputs, I inputs, G groups of inputs, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from milepost.errors import ConfigError, UnsupportedModelError
+from milepost.errors import ConfigError
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, pack
 from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
-    QuantisedExperts,
     QuantisedMatrix,
+    QuantisedPrecision,
     Rows,
     empty,
     ones,
-    shapes_of,
+    refuse_inputs,
 )
 from milepost.layers.weight_slots import FLOATS, WeightSlot, WeightSlots
-from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 
 _MX_GROUP = 32
@@ -46,7 +44,7 @@ _DUMMY_FACTOR = 2.0**-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp4Precision:
+class Fp4Precision(QuantisedPrecision):
     """Names of a checkpoint's four-bit float tensors, and the kind of their scales."""
 
     maker: Literal["compressed-tensors", "modelopt"]
@@ -55,8 +53,6 @@ class Fp4Precision:
     in MXFP4, with powers of two."""
     rounds: bool = False
     """Whether activations are rounded too."""
-
-    max_shared: ClassVar[int] = 1
 
     @property
     def values(self) -> str:
@@ -78,14 +74,8 @@ class Fp4Precision:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return (self.factor if self.maker == "modelopt" else self.values,)
 
-    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
-        return QuantisedMatrix(Fp4Stack(self, (num_outputs, num_inputs), num_inputs, scope))
-
-    def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope
-    ) -> QuantisedExperts:
-        stacks = (Fp4Stack(self, *shape, scope) for shape in shapes_of(sizes, names))
-        return QuantisedExperts(sizes, names, scope, *stacks)
+    def stack(self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope) -> Fp4Matrix:
+        return Fp4Matrix(self, shape, num_placed, scope)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -98,9 +88,8 @@ class Fp4Precision:
         }
 
 
-class Fp4Stack(nn.Module):
-    """Numbers [..., O, J / 2] with scales and factors, filled projection by projection; each
-    projection has `num_placed` inputs. J is I rounded up to whole blocks."""
+class Fp4Matrix(QuantisedMatrix):
+    """Numbers [..., O, J / 2] with scales and factors. J is I rounded up to whole blocks."""
 
     def __init__(
         self,
@@ -109,15 +98,11 @@ class Fp4Stack(nn.Module):
         num_placed: int,
         scope: ModuleScope,
     ) -> None:
-        super().__init__()
+        super().__init__(precision, num_placed, scope)
         *rows, num_inputs = shape
-        self.precision, self.scope = precision, scope
-        self.num_inputs, self.num_placed = num_inputs, num_placed
+        self.precision, self.num_inputs = precision, num_inputs
         if num_placed % precision.group:
-            what, why = f"{scope.path}: {num_placed} inputs", f"whole groups of {precision.group}"
-            if scope.ranks.is_alone:
-                raise UnsupportedModelError(f"{what} are not {why}")
-            raise ConfigError(f"{what} of a rank are not {why}; use a smaller tensor_parallel_size")
+            refuse_inputs(num_placed, f"are not whole groups of {precision.group}", scope)
         padded = -(-num_inputs // BLOCK) * BLOCK
         self.packed = empty(scope, (*rows, padded // 2), torch.uint8)
         self.packed.data.zero_()
@@ -128,10 +113,6 @@ class Fp4Stack(nn.Module):
         if precision.rounds:
             self.input_factor = ones(scope, (), torch.float32)
             self.input_factor.data.fill_(float(precision.group == _MX_GROUP))
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.precision.axes
 
     @property
     def form(self) -> Fp4:
@@ -148,7 +129,6 @@ class Fp4Stack(nn.Module):
         return W4A4(input_factor=self.input_factor, **parts)
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
-        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, count, is_mx = self.precision, rows.count, self.precision.group == _MX_GROUP
         numbers, groups = (count, self.num_placed // 2), (count, self.num_placed // precision.group)
         store = partial(self._store_powers if is_mx else self._store_scales, rows, at)

@@ -7,7 +7,6 @@ Legend: O outputs, I inputs, X experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -28,11 +27,10 @@ from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
     QuantisedExperts,
     QuantisedMatrix,
+    QuantisedPrecision,
     Rows,
-    Stack,
     empty,
     ones,
-    place_shared,
     shapes_of,
     unit_rows,
 )
@@ -43,7 +41,7 @@ from milepost.layers.weight_slots import (
     cut_one,
 )
 from milepost.layers.weights import ExpertNames, ExpertSizes
-from milepost.parallel import Axes
+from milepost.parallel import Axes, Cut
 from milepost.parallel.ranks import join
 
 _FILLED_AT_ONCE = 2**26
@@ -52,7 +50,7 @@ a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Precision:
+class Fp8Precision(QuantisedPrecision):
     """The scales that a checkpoint has."""
 
     strategy: Literal["block", "channel", "tensor", "none"]
@@ -63,8 +61,6 @@ class Fp8Precision:
     is_static: bool = False
     """Whether the checkpoint sets the scale of activations, as `input_scale`."""
 
-    max_shared: ClassVar[int] = 1
-
     @property
     def markers(self) -> tuple[str, ...]:
         """Tensor names that mark a projection as this form: it has at least one of them."""
@@ -74,19 +70,23 @@ class Fp8Precision:
     def has_blocks(self) -> bool:
         return self.strategy in ("block", "none")
 
-    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
-        rows = BLOCK if self.has_blocks else 1
-        shape = num_outputs, num_inputs
-        return QuantisedMatrix(self.stack(shape, num_inputs, scope, rows=rows))
-
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Fp8Experts:
-        return Fp8Experts(self, sizes, names, scope)
+    @property
+    def matrix_type(self) -> type[Fp8Matrix]:
+        return Fp8Matrix
 
     def stack(
-        self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope, *, rows: int
-    ) -> Fp8Stack:
-        """Returns an unfilled stack of matrices, or one matrix; `rows` outputs share a scale."""
-        return Fp8Stack(self, shape, num_placed, scope, rows=rows)
+        self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope, *, rows: int = 0
+    ) -> Fp8Matrix:
+        """Returns unfilled matrices. `rows` outputs share a scale: by default those of a block, or
+        one each if scales have no blocks."""
+        rows = rows or (BLOCK if self.has_blocks else 1)
+        return self.matrix_type(self, shape, num_placed, scope, rows=rows)
+
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Fp8Experts:
+        fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
+        shapes = shapes_of(sizes, names)
+        up, down = (self.stack(*each, scope, rows=0 if fits else 1) for each in shapes)
+        return Fp8Experts(sizes, names, scope, up, down)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -103,9 +103,8 @@ class Fp8Precision:
         return sizes[self.strategy]
 
 
-class Fp8Stack(nn.Module):
-    """Values [..., O, I] with their scales, filled projection by projection; each projection has
-    `num_placed` inputs."""
+class Fp8Matrix(QuantisedMatrix):
+    """Values [..., O, I] with their scales."""
 
     dtype: ClassVar[torch.dtype] = FP8
     types: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
@@ -120,9 +119,8 @@ class Fp8Stack(nn.Module):
         *,
         rows: int,
     ) -> None:
-        super().__init__()
-        self.precision, self.scope, self.rows = precision, scope, rows
-        self.num_placed = num_placed
+        super().__init__(precision, num_placed, scope)
+        self.precision, self.rows = precision, rows
         self.depth = BLOCK if precision.has_blocks else shape[-1]
         self.values = empty(scope, shape, self.dtype)
         self.values.data.view(torch.uint8)[..., num_placed:] = 0
@@ -135,10 +133,6 @@ class Fp8Stack(nn.Module):
     def _scales_shape(self) -> tuple[int, ...]:
         *stack, num_outputs, num_inputs = self.values.shape
         return (*stack, -(-num_outputs // self.rows), -(-num_inputs // self.depth))
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.precision.axes
 
     @property
     def form(self) -> Fp8 | Int8:
@@ -157,7 +151,6 @@ class Fp8Stack(nn.Module):
         at: tuple[int, ...],
         path: str,  # noqa: ARG002
     ) -> WeightSlots:
-        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
         precision, num_inputs = self.precision, self.num_placed
         if self.rows == BLOCK and not rows.are_blocks_of(self.values.shape[-2]):
             self._part_blocks()
@@ -173,7 +166,7 @@ class Fp8Stack(nn.Module):
             scales, partial(self._store_scales, rows, at, (down, across))
         )
         if precision.is_static:
-            places["input_scale"] = WeightSlot((1,), self._input_scaling(at))
+            places["input_scale"] = WeightSlot((1,), partial(self._store_input_scale, at))
         return places
 
     def _part_blocks(self) -> None:
@@ -206,17 +199,13 @@ class Fp8Stack(nn.Module):
         target = self.scales.data[at]
         (rows.blocks if self.rows == BLOCK else rows).put(target, scales)
 
-    def _input_scaling(self, at: tuple[int, ...]) -> Callable[[Tensor], None]:
-        """Returns a function that stores an input scale. Projections in one matrix read the same
-        rows, so the largest scale is right for all."""
-
-        def store(tensor: Tensor) -> None:
-            scale = self.input_scale
-            assert scale is not None, "asked for where activations have one"
-            value = tensor.to(scale.device, torch.float32).view(())
-            scale.data[at] = torch.maximum(scale.data[at], value)
-
-        return store
+    def _store_input_scale(self, at: tuple[int, ...], tensor: Tensor) -> None:
+        """Stores the largest input scale of the projections in one matrix, which read the same
+        rows."""
+        scale = self.input_scale
+        assert scale is not None, "asked for where activations have one"
+        value = tensor.to(scale.device, torch.float32).view(())
+        scale.data[at] = torch.maximum(scale.data[at], value)
 
     def clear(self, first: int, count: int) -> None:
         self.values.data.view(torch.uint8)[..., first : first + count, :] = 0
@@ -240,61 +229,52 @@ class Fp8Stack(nn.Module):
 class Fp8Experts(QuantisedExperts):
     """Experts of eight bits, which the checkpoint may stack."""
 
-    def __init__(
-        self,
-        precision: Fp8Precision,
-        sizes: ExpertSizes,
-        names: ExpertNames,
-        scope: ModuleScope,
-    ) -> None:
-        fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
-        rows = BLOCK if precision.has_blocks and fits else 1
-        up, down = (precision.stack(*each, scope, rows=rows) for each in shapes_of(sizes, names))
-        super().__init__(sizes, names, scope, up, down)
-        self.precision = precision
-
     def placements(self) -> WeightSlots:
-        names = self.names
-        if not self.scope.has(names.stacked[0]):
+        up, down = self.names.stacked
+        if not self.scope.has(up):
             return super().placements()
+        num_parts = len(self.names.projections) - 1
+        up_rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
+        down_rows = Rows(torch.arange(self.sizes.hidden_size))
         return {
-            **self._place_stacked(names.stacked[0], self.up),
-            **self._place_stacked(names.stacked[1], self.down),
-            **place_shared(self.sizes, names, self.scope, self.up, self.down),
+            **self._place_stacked(
+                up, self.up, up_rows, outputs=join(*[self.sizes.units] * num_parts)
+            ),
+            **self._place_stacked(down, self.down, down_rows, inputs=self.sizes.units),
+            **self._place_shared(),
         }
 
-    def _place_stacked(self, name: str, stack: Stack) -> WeightSlots:
-        """Places one tensor with all experts that the checkpoint stacks, and one with their
-        scales."""
-        count = self.sizes.num_experts
-        num_parts = len(self.names.projections) - 1
-        if stack is self.down:
-            rows = Rows(torch.arange(self.sizes.hidden_size))
-        else:
-            rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
-        slots = [stack.place_projection(rows, (expert,), name) for expert in range(count)]
-        scale = self.precision.scale
-        names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
-        if self.precision.strategy == "tensor":
+    def _place_stacked(
+        self,
+        name: str,
+        matrix: QuantisedMatrix,
+        rows: Rows,
+        *,
+        outputs: Cut | None = None,
+        inputs: Cut | None = None,
+    ) -> WeightSlots:
+        """Places one tensor with all experts that the checkpoint stacks, and one with their scales.
+        A rank keeps these `outputs` or `inputs` of each expert."""
+        assert isinstance(matrix, Fp8Matrix), "matrices of eight bits"
+        precision, count = matrix.precision, self.sizes.num_experts
+        if precision.strategy == "tensor":
             raise UnsupportedModelError(
                 f"{self.scope.full(name)}: stacked experts have scales by block or by channel or "
-                f"none, not one for each {self.precision.strategy}"
+                "none, not one for each tensor"
             )
+        slots = [matrix.place_projection(rows, (expert,), name) for expert in range(count)]
+        scale = precision.scale
+        names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
 
-        def storing(tensor: str) -> Callable[[Tensor], None]:
-            def store(values: Tensor) -> None:
-                for place, value in zip(slots, values, strict=True):
-                    place[tensor].store(value)
+        def store(tensor: str, values: Tensor) -> None:
+            for place, value in zip(slots, values, strict=True):
+                place[tensor].store(value)
 
-            return store
-
-        placements, units = {}, self.sizes.units
+        placements = {}
         for tensor, place in slots[0].items():
-            name, axes = self.scope.full(names[tensor]), stack.axes[tensor].behind(1)
-            placed = WeightSlot((count, *place.shape), storing(tensor), types=place.types)
-            if stack is self.down:
-                placed = cut_one(placed, axes.inputs, units, name)
-            else:
-                placed = cut_one(placed, axes.outputs, join(*[units] * num_parts), name)
-            placements[name] = cut_all(placed, self.sizes.experts)
+            path, axes = self.scope.full(names[tensor]), matrix.axes[tensor].behind(1)
+            placed = WeightSlot((count, *place.shape), partial(store, tensor), types=place.types)
+            for axis, cut in ((axes.outputs, outputs), (axes.inputs, inputs)):
+                placed = placed if cut is None else cut_one(placed, axis, cut, path)
+            placements[path] = cut_all(placed, self.sizes.experts)
         return placements

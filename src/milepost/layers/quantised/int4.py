@@ -6,26 +6,25 @@ Legend: O outputs, I inputs, G groups of inputs, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
+from milepost.errors import UnsupportedModelError, WeightsError
 from milepost.kernels.products.forms.quantised import BLOCK, Int4, lane_of, pack
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised.base import (
-    QuantisedExperts,
     QuantisedMatrix,
+    QuantisedPrecision,
     Rows,
     empty,
     ones,
-    shapes_of,
+    refuse_inputs,
 )
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
-from milepost.layers.weights import ExpertNames, ExpertSizes
 from milepost.parallel import Axes
 
 _WORDS = ("I32",)
@@ -39,7 +38,7 @@ _SPREAD = 17.5**0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Precision:
+class Int4Precision(QuantisedPrecision):
     """The layout of a checkpoint's four-bit tensors."""
 
     layout: Literal["awq", "gptq", "packed"]
@@ -51,21 +50,13 @@ class Int4Precision:
     has_order: bool = False
     """Whether a GPTQ or packed checkpoint may name each input's group."""
 
-    max_shared: ClassVar[int] = 1
-
     @property
     def markers(self) -> tuple[str, ...]:
         """Tensor names that mark a projection as this form: it has at least one of them."""
         return ("weight_packed",) if self.layout == "packed" else ("qweight",)
 
-    def matrix(self, num_outputs: int, num_inputs: int, scope: ModuleScope) -> QuantisedMatrix:
-        return QuantisedMatrix(_Int4Stack(self, (num_outputs, num_inputs), num_inputs, scope))
-
-    def experts(
-        self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope
-    ) -> QuantisedExperts:
-        stacks = (_Int4Stack(self, *shape, scope) for shape in shapes_of(sizes, names))
-        return QuantisedExperts(sizes, names, scope, *stacks)
+    def stack(self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope) -> Int4Matrix:
+        return Int4Matrix(self, shape, num_placed, scope)
 
     @property
     def axes(self) -> dict[str, Axes]:
@@ -93,19 +84,15 @@ class Int4Precision:
         group = num_inputs if self.group == -1 else self.group
         is_whole = self.group == -1 or num_placed % group == 0
         if not is_whole or num_inputs % group or num_inputs % (2 * lane_of(group)):
-            what = f"{scope.path}: {num_placed} inputs"
             why = f"are not whole pairs of groups of {group}"
             if self.group == -1:
                 why = f"with group_size=-1, one scale for all, are no multiple of {BLOCK}"
-            if scope.ranks.is_alone:
-                raise UnsupportedModelError(f"{what} {why}")
-            raise ConfigError(f"{what} of a rank {why}; use a smaller tensor_parallel_size")
+            refuse_inputs(num_placed, why, scope)
         return group
 
 
-class _Int4Stack(nn.Module):
-    """Numbers [..., O, I / 2] with scales and zero points, filled projection by projection; each
-    projection has `num_placed` inputs."""
+class Int4Matrix(QuantisedMatrix):
+    """Numbers [..., O, I / 2] with scales and zero points."""
 
     def __init__(
         self,
@@ -114,19 +101,15 @@ class _Int4Stack(nn.Module):
         num_placed: int,
         scope: ModuleScope,
     ) -> None:
-        super().__init__()
+        super().__init__(precision, num_placed, scope)
         *stack, num_outputs, num_inputs = shape
-        self.precision, self.scope, self.num_placed = precision, scope, num_placed
+        self.precision = precision
         self.group = precision.group_of(num_inputs, num_placed, scope)
         groups = (*stack, num_outputs, num_inputs // self.group)
         self.packed = empty(scope, (*stack, num_outputs, num_inputs // 2), torch.uint8)
         self.scales = ones(scope, groups, scope.dtype)
         self.zeros = empty(scope, groups, torch.uint8)
         self.zeros.data.fill_(_MIDDLE)
-
-    @property
-    def axes(self) -> Mapping[str, Axes]:
-        return self.precision.axes
 
     @property
     def form(self) -> Int4:
@@ -139,58 +122,74 @@ class _Int4Stack(nn.Module):
         )
 
     def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:
-        """Returns places for the tensors of a projection with these `rows` of the matrix `at`."""
-        count, inputs = rows.count, self.num_placed
-        groups = -(-inputs // self.group)
-        if count % 8:
-            raise UnsupportedModelError(f"{path}: {count} outputs are not whole words of eight")
-        scatter = self._scatterer(rows, at)
-        if self.precision.layout == "packed":
-            places = self._place_packed(scatter, count, inputs, groups)
-        else:
-            places = self._place_transposed(scatter, count, inputs, groups)
+        if rows.count % 8:
+            raise UnsupportedModelError(
+                f"{path}: {rows.count} outputs are not whole words of eight"
+            )
+        is_packed = self.precision.layout == "packed"
+        places = (self._place_packed if is_packed else self._place_transposed)(rows, at)
         if self.precision.has_order:
             name = "g_idx" if self.precision.layout == "gptq" else "weight_g_idx"
             if f"{path}.{name}" in self.scope.names:
-                places[name] = WeightSlot((inputs,), self._check_order, types=(*_WORDS, "I64"))
+                types = (*_WORDS, "I64")
+                places[name] = WeightSlot((self.num_placed,), self._check_order, types=types)
         return places
 
-    def _place_packed(self, scatter: _Scatter, count: int, inputs: int, groups: int) -> WeightSlots:
+    def _place_packed(self, rows: Rows, at: tuple[int, ...]) -> WeightSlots:
         """Places compressed-tensors' layout: words run along inputs, and numbers have an offset of
         eight."""
+        count, inputs = rows.count, self.num_placed
+        groups = -(-inputs // self.group)
+
+        def store_numbers(words: Tensor) -> None:
+            self._put_numbers(rows, at, split(words, -1))
+
+        def store_zeros(words: Tensor) -> None:
+            _put_first(rows, self.zeros.data[at], split(words, 0))
+
         places = {
-            "weight_packed": WeightSlot(
-                (count, inputs // 8), lambda words: scatter.numbers(split(words, -1)), types=_WORDS
+            "weight_packed": WeightSlot((count, inputs // 8), store_numbers, types=_WORDS),
+            "weight_scale": WeightSlot(
+                (count, groups), partial(_put_first, rows, self.scales.data[at])
             ),
-            "weight_scale": WeightSlot((count, groups), scatter.scales),
             "weight_shape": WeightSlot((2,), len, types=(*_WORDS, "I64")),
         }
         if not self.precision.is_symmetric:
-            places["weight_zero_point"] = WeightSlot(
-                (count // 8, groups), lambda words: scatter.zeros(split(words, 0)), types=_WORDS
-            )
+            shape = count // 8, groups
+            places["weight_zero_point"] = WeightSlot(shape, store_zeros, types=_WORDS)
         return places
 
-    def _place_transposed(
-        self, scatter: _Scatter, count: int, inputs: int, groups: int
-    ) -> WeightSlots:
+    def _place_transposed(self, rows: Rows, at: tuple[int, ...]) -> WeightSlots:
         """Places layouts whose rows are inputs. Words run along outputs (AWQ, and all zero points)
         or inputs (GPTQ)."""
+        count, inputs = rows.count, self.num_placed
+        groups = -(-inputs // self.group)
         is_awq, offset = self.precision.layout == "awq", self.precision.zero_offset
         order = _AWQ_ORDER if is_awq else _EIGHT
         shape = (inputs, count // 8) if is_awq else (inputs // 8, count)
 
         def store_numbers(words: Tensor) -> None:
-            scatter.numbers(split(words, 1 if is_awq else 0, order).T)
+            self._put_numbers(rows, at, split(words, 1 if is_awq else 0, order).T)
+
+        def store_scales(scales: Tensor) -> None:
+            _put_first(rows, self.scales.data[at], scales.T)
 
         def store_zeros(words: Tensor) -> None:
-            scatter.zeros((split(words, 1, order).T + offset) & 15)
+            zeros = (split(words, 1, order).T + offset) & 15
+            _put_first(rows, self.zeros.data[at], zeros)
 
         return {
             "qweight": WeightSlot(shape, store_numbers, types=_WORDS),
-            "scales": WeightSlot((groups, count), lambda scales: scatter.scales(scales.T)),
+            "scales": WeightSlot((groups, count), store_scales),
             "qzeros": WeightSlot((groups, count // 8), store_zeros, types=_WORDS),
         }
+
+    def _put_numbers(self, rows: Rows, at: tuple[int, ...], q: Tensor) -> None:
+        """Writes a projection's numbers [n, I] into the matrix `at`."""
+        packed = self.packed.data[at]
+        padding = 2 * packed.shape[-1] - q.shape[-1]
+        q = nn.functional.pad(q.to(packed.device), (0, padding), value=_MIDDLE)
+        rows.put(packed, pack(q, lane_of(self.group)))
 
     def _check_order(self, order: Tensor) -> None:
         # With several ranks, a rank's first group need not be group 0.
@@ -200,10 +199,6 @@ class _Int4Stack(nn.Module):
                 "inputs are ordered by activation (desc_act, actorder); supported are groups in "
                 "the inputs' own order"
             )
-
-    def _scatterer(self, rows: Rows, at: tuple[int, ...]) -> _Scatter:
-        lane = lane_of(self.group)
-        return _Scatter(self.packed.data[at], self.scales.data[at], self.zeros.data[at], rows, lane)
 
     def clear(self, first: int, count: int) -> None:
         """Sets numbers to their zero point."""
@@ -221,26 +216,9 @@ class _Int4Stack(nn.Module):
         self.scales.data.fill_(spread / _SPREAD)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scatter:
-    """Writes a projection's numbers [n, I], scales and zero points [n, G] into rows of a matrix."""
-
-    packed: Tensor
-    target_scales: Tensor
-    target_zeros: Tensor
-    rows: Rows
-    lane: int
-
-    def numbers(self, q: Tensor) -> None:
-        padding = 2 * self.packed.shape[-1] - q.shape[-1]
-        q = nn.functional.pad(q.to(self.packed.device), (0, padding), value=_MIDDLE)
-        self.rows.put(self.packed, pack(q, self.lane))
-
-    def scales(self, scales: Tensor) -> None:
-        self.rows.put(self.target_scales[:, : scales.shape[-1]], scales)
-
-    def zeros(self, zeros: Tensor) -> None:
-        self.rows.put(self.target_zeros[:, : zeros.shape[-1]], zeros)
+def _put_first(rows: Rows, matrix: Tensor, values: Tensor) -> None:
+    """Writes a projection's scales or zero points [n, G] into the first columns of a matrix."""
+    rows.put(matrix[:, : values.shape[-1]], values)
 
 
 def split(words: Tensor, dim: int, order: Tensor = _EIGHT) -> Tensor:

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from milepost.kernels.products.forms.quantised import Int8
-from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.fp8 import Fp8Precision, Fp8Stack
+from milepost.layers.quantised.fp8 import Fp8Matrix, Fp8Precision
 
 _LARGEST = 127
 
@@ -20,13 +19,12 @@ class Int8Precision(Fp8Precision):
     """Integers whose tensors have the names and shapes of FP8's. Checkpoints may set the scale of
     activations; otherwise each token has its own, on several ranks that of the rank's part."""
 
-    def stack(
-        self, shape: tuple[int, ...], num_placed: int, scope: ModuleScope, *, rows: int
-    ) -> Fp8Stack:
-        return Int8Stack(self, shape, num_placed, scope, rows=rows)
+    @property
+    def matrix_type(self) -> type[Fp8Matrix]:
+        return Int8Matrix
 
 
-class Int8Stack(Fp8Stack):
+class Int8Matrix(Fp8Matrix):
     """Values [..., O, I] with a scale for each output."""
 
     dtype: ClassVar[torch.dtype] = torch.int8
