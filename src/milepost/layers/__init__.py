@@ -2,7 +2,7 @@
 the folder `quantised`:
 
     assembly           parts, context, parameters
-    mixers             attention, indexer, mla, gated_delta, kda, mamba2, short_conv
+    mixers             attention, indexer, mla, recurrent, gated_delta, kda, mamba2, short_conv
     feed-forwards      mlp, moe
     between them       embedding, ngrams, norm, residual, rotary, positions, mtp
     pictures           tower, tower_parts, grid_tower, mergers

@@ -19,7 +19,7 @@ from milepost.kernels import vision
 from milepost.kernels.layout.emit import values_of
 from milepost.kernels.platform.tables import SumOrder
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.tower_parts import (
     Grid,
     TowerLayout,
@@ -28,7 +28,7 @@ from milepost.layers.tower_parts import (
     TowerShapes,
     by_rows,
 )
-from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
+from milepost.layers.weight_slots import fill_matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +101,16 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class GridConv(nn.Module):
+class GridConv(ParameterModule):
     """A depthwise convolution over the patches of each frame, between two gates."""
 
     def __init__(self, shapes: TowerShapes, width: int, scope: ModuleScope) -> None:
-        super().__init__()
+        super().__init__(scope)
         size = shapes.hidden_size
         self._merge_size, self._width = shapes.merge_size, width
-        self.scope = scope
         self.inputs = TowerLinear(scope.under("in_proj"), 3 * size, size, has_bias=False)
-        self.weight = scope.empty(size, 1, width, width)
+        weight = scope.empty(size, 1, width, width)
+        self.weight = self.declare("spatial_conv.weight", weight, dummy=fill_matrix)
         self.out = TowerLinear(scope.under("out_proj"), size, size, has_bias=False)
 
     def forward(self, rows: Tensor, layout: TowerLayout) -> Tensor:
@@ -133,12 +133,6 @@ class GridConv(nn.Module):
         frames = F.conv2d(frames, self.weight, padding=self._width // 2, groups=size)
         frames = frames.view(num_frames, size, down, merge, across, merge)
         return frames.permute(0, 2, 4, 3, 5, 1).reshape(rows.shape)
-
-    def placements(self) -> WeightSlots:
-        return {self.scope.full("spatial_conv.weight"): place_whole(self.weight)}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        fill_matrix(self.weight.view(len(self.weight), -1), spread, generator)
 
 
 class GridAttention(nn.Module):

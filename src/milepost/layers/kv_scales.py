@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost.errors import WeightsError
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
 
 _NAMES = {
@@ -21,27 +20,23 @@ _NAMES = {
 """Names that checkpoints give the scales, next to an attention layer's projections."""
 
 
-class KVScales(nn.Module):
+class KVScales(ParameterModule):
     """`values` [2, G]: the scales of keys and of values; 1 if the checkpoint has none."""
 
     def __init__(self, num_kv_heads: int, scope: ModuleScope) -> None:
-        super().__init__()
-        self.scope = scope
-        self.values = scope.empty_precise(2, num_kv_heads)
+        super().__init__(scope)
+        # Dummy keys and values are small enough for float8 unscaled.
+        self.values = self.declare_slots(self._slots, scope.empty_precise(2, num_kv_heads))
         self.values.data.fill_(1)
 
-    def placements(self) -> WeightSlots:
+    def _slots(self) -> WeightSlots:
         places: WeightSlots = {}
         for row, names in _NAMES.items():
             name = next(filter(self.scope.has, names), None)
             if name is not None:
-                full = self.scope.full(name)
-                places[full] = WeightSlot((1,), partial(_store, full, self.values.data[row]))
+                store = partial(_store, self.scope.full(name), self.values.data[row])
+                places[name] = WeightSlot((1,), store)
         return places
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Sets scales to 1: dummy keys and values are small enough for float8 unscaled."""
-        self.values.data.fill_(1)
 
 
 def _store(name: str, row: Tensor, scale: Tensor) -> None:

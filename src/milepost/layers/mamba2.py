@@ -1,33 +1,28 @@
 """Mamba2: short convolution, SSD recurrence, grouped gated norm (Dao and Gu, arXiv 2405.21060).
 
-Legend: T tokens, C hidden size, H heads, P head_dim, G groups, N state_size, Q split-K partials.
+Legend: H heads, P head_dim, G groups, N state_size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import recurrent
-from milepost.kernels.layout.emit import Emit, Inputs
-from milepost.kernels.products import Epilogue
 from milepost.kernels.recurrent import Mamba2Weights, Recurrence, RecurrentOperation
-from milepost.layers.context import Context, RecurrentSpec
+from milepost.layers.context import RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
-from milepost.layers.parameters import ModuleScope
-from milepost.layers.weight_slots import (
-    WeightSlots,
-    cut_all,
-    fill_matrix,
-    place_rates,
-    place_whole,
-)
+from milepost.layers.parameters import ModuleScope, dummy_between, dummy_taps
+from milepost.layers.recurrent import RecurrentMixer
+from milepost.layers.weight_slots import place_rates, place_whole
 from milepost.parallel import Cut
 from milepost.parallel.ranks import join
+
+_RATES, _TIME_STEPS = dummy_between(-16, -1), dummy_between(-7, -2)
+"""Dummy rates and time steps: half-lives from a few tokens to thousands, as in trained models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,42 +55,64 @@ class Mamba2Shapes:
         return self.inner_size + 2 * self.num_groups * self.state_size
 
 
-class Mamba2(nn.Module):
-    """Mamba2 from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and writes its states in
-    the step's slots.
-
-    One projection computes, in the published order: gates [H * P], x [H * P], B [G * N], C [G * N],
-    time steps [H]. x, B and C pass through the convolution.
-    """
-
-    rotary = None
+class Mamba2(RecurrentMixer):
+    """Mamba2. One projection computes, in the published order: gates [H * P], x [H * P], B [G * N],
+    C [G * N], time steps [H]. x, B and C pass through the convolution."""
 
     def __init__(self, shapes: Mamba2Shapes, scope: ModuleScope) -> None:
-        super().__init__()
-        self.scope = scope
-        what = f"{scope.path} num_heads"
-        self.head_cut = scope.ranks.share(shapes.num_heads, what)
-        self.inner_cut = self.head_cut.times(shapes.head_dim)
-        self.channel_cut, shapes = self._split(shapes)
-        self.shapes = shapes
+        super().__init__(scope)
+        head_cut = scope.ranks.share(shapes.num_heads, f"{scope.path} num_heads")
+        inner_cut, groups = head_cut.times(shapes.head_dim), self._own_groups(shapes)
+        states = groups.times(shapes.state_size)
+        channel_cut = join(inner_cut, states, states)
+        shapes = self.shapes = replace(shapes, num_heads=head_cut.size, num_groups=groups.size)
         heads, channels, inner = shapes.num_heads, shapes.channels, shapes.inner_size
         self.projection = Linear(
             shapes.hidden_size,
             (("in_proj", inner + channels + heads),),
             scope,
             bias=shapes.bias,
-            cuts={"in_proj": join(self.inner_cut, self.channel_cut, self.head_cut)},
+            cuts={"in_proj": join(inner_cut, channel_cut, head_cut)},
         )
-        self.conv_weight = scope.empty(channels, shapes.conv_width)
-        self.conv_bias = scope.empty(channels) if shapes.conv_bias else None
-        self.rate, self.dt_bias, self.skip = (scope.empty_precise(heads) for _ in range(3))
-        self.norm_weight = scope.empty_precise(inner) if shapes.has_norm else None
+        self.conv_weight = self.declare(
+            "conv1d.weight",
+            scope.empty(channels, shapes.conv_width),
+            place=lambda weight: place_whole(weight.unsqueeze(1)),
+            cut=channel_cut,
+            dummy=dummy_taps,
+        )
+        self.rate = self.declare(
+            "A_log", scope.empty_precise(heads), place=place_rates, cut=head_cut, dummy=_RATES
+        )
+        self.dt_bias = self.declare(
+            "dt_bias", scope.empty_precise(heads), cut=head_cut, dummy=_TIME_STEPS
+        )
+        self.skip = self.declare("D", scope.empty_precise(heads), cut=head_cut)
+        self.conv_bias = self.norm_weight = None
+        if shapes.conv_bias:
+            bias = scope.empty(channels)
+            self.conv_bias = self.declare("conv1d.bias", bias, cut=channel_cut, dummy=0)
+        if shapes.has_norm:
+            weight = scope.empty_precise(inner)
+            self.norm_weight = self.declare("norm.weight", weight, cut=inner_cut)
+        self.weights = Mamba2Weights(
+            conv=self.conv_weight,
+            conv_bias=self.conv_bias,
+            rate=self.rate,
+            dt_bias=self.dt_bias,
+            skip=self.skip,
+            norm=None if self._shares_group else self.norm_weight,
+            norm_eps=shapes.norm_eps,
+            norm_before_gate=shapes.norm_before_gate,
+            dt_limit=shapes.time_step_limit,
+            order=scope.order,
+        )
         self.out = Linear(
             inner,
             (("out_proj", shapes.hidden_size),),
             scope,
             bias=shapes.bias,
-            inputs=self.inner_cut,
+            inputs=inner_cut,
         )
         self.operation = RecurrentOperation(
             recurrence=Recurrence(
@@ -109,10 +126,16 @@ class Mamba2(nn.Module):
             order=scope.order,
             chunk=recurrent.choose_chunk(shapes.chunk_size),
         )
+        self.spec = RecurrentSpec(
+            conv_shape=(channels, shapes.conv_width - 1),
+            recurrent_shape=(heads, shapes.head_dim, shapes.state_size),
+            grid=self.operation.chunk,
+            record_size=channels + heads,
+        )
 
-    def _split(self, shapes: Mamba2Shapes) -> tuple[Cut, Mamba2Shapes]:
-        """Returns this rank's channels and sizes. If there are fewer groups than ranks, each rank
-        has the group of its heads."""
+    def _own_groups(self, shapes: Mamba2Shapes) -> Cut:
+        """Returns this rank's groups. If there are fewer than ranks, each has the group of its
+        heads."""
         ranks, path = self.scope.ranks, self.scope.path
         groups = ranks.share_few(shapes.num_groups, f"{path} n_groups")
         self._shares_group = shapes.num_groups < ranks.size
@@ -122,76 +145,14 @@ class Mamba2(nn.Module):
                 f"normed at once and before it is gated; use {shapes.num_groups}"
             )
         self._group, self._num_groups = groups.spans[0][0], shapes.num_groups
-        states = groups.times(shapes.state_size)
-        rank_shapes = replace(shapes, num_heads=self.head_cut.size, num_groups=groups.size)
-        return join(self.inner_cut, states, states), rank_shapes
+        return groups
 
-    @property
-    def spec(self) -> RecurrentSpec:
-        shapes = self.shapes
-        return RecurrentSpec(
-            conv_shape=(shapes.channels, shapes.conv_width - 1),
-            recurrent_shape=(shapes.num_heads, shapes.head_dim, shapes.state_size),
-            grid=self.operation.chunk,
-            record_size=shapes.channels + shapes.num_heads,
-        )
-
-    @property
-    def reads(self) -> Emit:
-        """The form of rows that the part reads."""
-        return self.projection.reads
-
-    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
-        """Returns the output, or split-K partials [T, Q, C] of it."""
-        weights = Mamba2Weights(
-            conv=self.conv_weight,
-            conv_bias=self.conv_bias,
-            rate=self.rate,
-            dt_bias=self.dt_bias,
-            skip=self.skip,
-            norm=None if self._shares_group else self.norm_weight,
-            norm_eps=self.shapes.norm_eps,
-            norm_before_gate=self.shapes.norm_before_gate,
-            dt_limit=self.shapes.time_step_limit,
-            order=self.scope.order,
-        )
-        mixed = recurrent.mix(
-            self.projection(rows, launch_dependents=ctx.decodes),
-            weights,
-            ctx.layer_states(number),
-            ctx.step.layouts[self.operation],
-        )
-        if self._shares_group and self.norm_weight is not None:
-            mixed = self._norm(mixed, self.norm_weight)
-        return self.out(mixed, epilogue=Epilogue.PARTIALS)
-
-    def _norm(self, mixed: Tensor, scale: Tensor) -> Tensor:
+    def _finish(self, mixed: Tensor) -> Tensor:
         """Norms a group whose heads are split over several ranks."""
-        num_features = mixed.shape[1] * self.scope.ranks.size // self._num_groups
-        part = NormedPart(mixed, scale, column=self._group, num_features=num_features)
+        if not self._shares_group or self.norm_weight is None:
+            return mixed
+        scale, num_features = self.norm_weight, mixed.shape[1] * self.scope.ranks.size
+        part = NormedPart(
+            mixed, scale, column=self._group, num_features=num_features // self._num_groups
+        )
         return norm_over_ranks([part], self.shapes.norm_eps, self._num_groups, self.scope)[0]
-
-    def placements(self) -> WeightSlots:
-        heads, channels = self.head_cut, self.channel_cut
-        tensors = {
-            "A_log": cut_all(place_rates(self.rate), heads),
-            "D": cut_all(place_whole(self.skip), heads),
-            "dt_bias": cut_all(place_whole(self.dt_bias), heads),
-            "conv1d.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), channels),
-        }
-        if self.conv_bias is not None:
-            tensors["conv1d.bias"] = cut_all(place_whole(self.conv_bias), channels)
-        if self.norm_weight is not None:
-            tensors["norm.weight"] = cut_all(place_whole(self.norm_weight), self.inner_cut)
-        return {self.scope.full(name): place for name, place in tensors.items()}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
-        # Half-lives range from a few tokens to thousands, as in trained models.
-        self.rate.uniform_(-16, -1, generator=generator)
-        self.dt_bias.uniform_(-7, -2, generator=generator)
-        self.skip.fill_(1)
-        if self.conv_bias is not None:
-            self.conv_bias.zero_()
-        if self.norm_weight is not None:
-            self.norm_weight.fill_(1)

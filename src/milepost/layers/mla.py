@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost.kernels import attention
 from milepost.kernels.attention import (
@@ -27,7 +27,7 @@ from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.quantised.base import QuantisedMatrix
 from milepost.layers.rotary import Rotary
 from milepost.layers.weight_slots import (
@@ -36,7 +36,6 @@ from milepost.layers.weight_slots import (
     cut_all,
     cut_outputs,
     fill_matrix,
-    place_whole,
 )
 from milepost.layers.weights import RawPrecision
 from milepost.parallel import Cut
@@ -67,7 +66,7 @@ class MLAShapes:
         return self.own_dim + self.shared_dim
 
 
-class MLA(nn.Module):
+class MLA(ParameterModule):
     """Latent attention from `hidden` [T, C] to the output [T, C]; a `Part`. Writes the latents of
     the step's tokens to their pages first.
 
@@ -85,8 +84,8 @@ class MLA(nn.Module):
         out: str = "o_proj",
         first_row: int = 0,
     ) -> None:
-        super().__init__()
-        self.scope, self.rotary = scope, rotary
+        super().__init__(scope)
+        self.rotary = rotary
         self.cut = scope.ranks.share(shapes.num_heads, f"{scope.path} num_attention_heads")
         shapes = self.shapes = replace(shapes, num_heads=self.cut.size)
         heads, latent, rank = shapes.num_heads, shapes.latent_dim, shapes.query_rank
@@ -105,7 +104,7 @@ class MLA(nn.Module):
             self.query_norm = RMSNorm(rank, _NORM_EPS, scope.under("q_a_layernorm"))
             query_sections = (("q_b_proj", heads * shapes.key_dim),)
             self.query = Linear(rank, query_sections, scope, cuts={"q_b_proj": query_cut})
-        self.norm_weight = scope.empty_precise(latent)
+        self.norm_weight = self.declare("kv_a_layernorm.weight", scope.empty_precise(latent))
         self.up_key = scope.empty(heads, shapes.own_dim, latent)
         self.up_value = scope.empty(heads, shapes.value_dim, latent)
         inputs = self.cut.times(shapes.value_dim)
@@ -185,12 +184,11 @@ class MLA(nn.Module):
 
         name, shape = "kv_b_proj", (shapes.num_heads * sum(sizes), shapes.latent_dim)
         parts = place_expanded(name, shape, self.scope, self.cut.times(sum(sizes)), store)
-        tensors = {"kv_a_layernorm.weight": place_whole(self.norm_weight)}
-        tensors |= {f"{name}.{part}": place for part, place in parts.items()}
-        return {self.scope.full(name): place for name, place in tensors.items()}
+        expanded = {self.scope.full(f"{name}.{part}"): place for part, place in parts.items()}
+        return super().placements() | expanded
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
-        self.norm_weight.fill_(1)
+        super().fill(spread, generator)
         fill_matrix(self.up_key, spread, generator)
         fill_matrix(self.up_value, spread, generator)
 

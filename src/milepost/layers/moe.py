@@ -27,8 +27,8 @@ from milepost.kernels.products import SOFTMAX, Epilogue, Scores
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
-from milepost.layers.parameters import ModuleScope
-from milepost.layers.weight_slots import WeightSlot, WeightSlots, place_whole
+from milepost.layers.parameters import ModuleScope, ParameterModule
+from milepost.layers.weight_slots import WeightSlot, WeightSlots
 from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes, Precision
 from milepost.parallel import Cut
 
@@ -61,7 +61,7 @@ class ExpertShapes:
         return 0 if rest or is_apart else count
 
 
-class MoE(nn.Module):
+class MoE(ParameterModule):
     """A mixture of experts from `hidden` [T, H] to partials [T, P, H] of the output; a `Part`."""
 
     spec = None
@@ -75,8 +75,8 @@ class MoE(nn.Module):
         scope: ModuleScope,
         names: ExpertNames = USUAL_NAMES,
     ) -> None:
-        super().__init__()
-        self.shapes, self.scope, self.hidden_size = shapes, scope, hidden_size
+        super().__init__(scope)
+        self.shapes, self.hidden_size = shapes, hidden_size
         self.names = names
         precision, shared_scope = _precision_of(names, scope), scope.under(names.shared)
         self.cut, units = _cuts(shapes, scope)
@@ -96,7 +96,9 @@ class MoE(nn.Module):
             (None, -self.num_logits % 8),  # products with whole groups of 8 outputs are faster
         )
         self.router = Linear(hidden_size, [each for each in sections if each[1]], scope)
-        self.bias = scope.empty_precise(shapes.num_experts) if shapes.has_bias else None
+        self.bias = None
+        if shapes.has_bias:
+            self.bias = self.declare(names.bias, scope.empty_precise(shapes.num_experts), dummy=0)
         inner_size = shapes.latent_size or hidden_size
         sizes = ExpertSizes(
             hidden_size=inner_size,
@@ -217,9 +219,7 @@ class MoE(nn.Module):
     def placements(self) -> WeightSlots:
         """Places the router's bias. Without a shared expert, the shared expert's tensors that the
         checkpoint may still hold are read and ignored."""
-        placements = {}
-        if self.bias is not None:
-            placements[self.scope.full(self.names.bias)] = place_whole(self.bias)
+        placements = super().placements()
         if self.shapes.shared_size:
             return placements
         shapes = {
@@ -233,11 +233,6 @@ class MoE(nn.Module):
             for name, shape in shapes.items()
             if self.scope.has(name)
         }
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Fills only the parameters that the module itself holds."""
-        if self.bias is not None:
-            self.bias.zero_()
 
 
 def elsewhere_of(model: nn.Module) -> tuple[str, ...]:

@@ -24,9 +24,9 @@ from milepost.kernels.ngrams import NgramOperation, NgramSequences, StatePart
 from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.norm import place_scale
-from milepost.layers.parameters import ModuleScope, module_list
+from milepost.layers.parameters import ModuleScope, ParameterModule, dummy_taps, module_list
 from milepost.layers.parts import Numbers, Part
-from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
+from milepost.layers.weight_slots import WeightSlot, WeightSlots, place_whole
 
 _NORMS = ("norm_key", "norm_query", "norm_conv")
 _MASK = (1 << 64) - 1
@@ -66,7 +66,7 @@ class NgramShapes:
         return (self.conv_width - 1) * self.order
 
 
-class NgramPart(nn.Module):
+class NgramPart(ParameterModule):
     """Makes what n-grams add to the streams [T, S, C]; a `Part` that reads them as they are. Its
     states are carried beside those in the step's slots."""
 
@@ -75,19 +75,32 @@ class NgramPart(nn.Module):
     reads = Emit.VALUES
 
     def __init__(self, shapes: NgramShapes, scope: ModuleScope) -> None:
-        super().__init__()
+        super().__init__(scope)
         if scope.ranks.size > 1:
             raise ConfigError(
                 f"tensor_parallel_size={scope.ranks.size}: {scope.path} has a table of n-grams, "
                 "which is not split; supported is 1"
             )
-        self.shapes, self.scope, self.operation = shapes, scope, NgramOperation()
+        self.shapes, self.operation = shapes, NgramOperation()
         self.size = shapes.num_streams * shapes.hidden_size
         self.key = Linear(shapes.embedding_size, (("key_proj", self.size),), scope)
         self.value = Linear(shapes.embedding_size, (("value_proj", shapes.hidden_size),), scope)
         size = shapes.num_streams, shapes.hidden_size
-        self.scales = nn.ParameterDict({name: scope.empty_precise(*size) for name in _NORMS})
-        self.conv_weight = scope.empty(self.size, shapes.conv_width)
+        scales = {
+            name: self.declare(
+                f"{name}.weight",
+                scope.empty_precise(*size),
+                place=lambda scale: place_scale(scale.view(-1), 1.0),
+            )
+            for name in _NORMS
+        }
+        self.scales = nn.ParameterDict(scales)
+        self.conv_weight = self.declare(
+            "conv1d.weight",
+            scope.empty(self.size, shapes.conv_width),
+            place=lambda weight: place_whole(weight.unsqueeze(1)),
+            dummy=dummy_taps,
+        )
         self.multipliers = multipliers_of(shapes)
         self.sizes = sizes_of(shapes)
         every = [size for sizes in self.sizes for size in sizes]
@@ -174,10 +187,7 @@ class NgramPart(nn.Module):
         return F.silu(total)
 
     def placements(self) -> WeightSlots:
-        tensors = {
-            f"{name}.weight": place_scale(self.scales[name].view(-1), 1.0) for name in _NORMS
-        }
-        tensors["conv1d.weight"] = place_whole(self.conv_weight.unsqueeze(1))
+        tensors: WeightSlots = {}
         path = "ple_embedding.ngram_embedding"
         if self.scope.has(f"{path}.weight"):
             tensors[f"{path}.weight"] = place_whole(self.table)
@@ -190,7 +200,8 @@ class NgramPart(nn.Module):
         for name, numbers in (*known.items(), ("ngram_heads_offsets", offsets)):
             if self.scope.has(f"ple_embedding.{name}"):
                 tensors[f"ple_embedding.{name}"] = self._check(name, numbers)
-        return {self.scope.full(name): place for name, place in tensors.items()}
+        own = {self.scope.full(name): place for name, place in tensors.items()}
+        return super().placements() | own
 
     def _check(self, name: str, numbers: list[int]) -> WeightSlot:
         """Places numbers that follow from the configuration: a file may have no others."""
@@ -206,9 +217,7 @@ class NgramPart(nn.Module):
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         """Fills the table with one number: random ones would take minutes."""
-        for scale in self.scales.values():
-            scale.fill_(1)
-        fill_matrix(self.conv_weight, self.shapes.conv_width**-0.5, generator)
+        super().fill(spread, generator)
         self.table.fill_(spread)
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost.kernels import norm
 from milepost.kernels.layout.emit import Activations, Emit, Inputs, values_of
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.linear import Begun
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, cut_all
 from milepost.parallel import Cut, Ranks
 
@@ -46,7 +46,7 @@ class StreamNorm(Protocol):
         ...
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ParameterModule):
     """Root mean square norm whose outputs are scaled by `offset` + w, with w from the checkpoint;
     `offset` is 1 for a zero-centred norm.
 
@@ -64,12 +64,13 @@ class RMSNorm(nn.Module):
         multiplier: float = 1.0,
         of_output: RMSNorm | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(scope)
         assert of_output is None or of_output.eps == eps, "one launch norms by one eps"
         self.of_output = of_output
         self.eps: float = eps
-        self.offset, self.scope, self.multiplier = offset, scope, multiplier
-        self.scale = scope.empty_precise(size)
+        self.multiplier = multiplier
+        place = partial(place_scale, offset=offset)
+        self.scale = self.declare("weight", scope.empty_precise(size), place=place)
         self.ranks = scope.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -122,13 +123,6 @@ class RMSNorm(nn.Module):
         order = self.scope.order
         return values_of(norm.add_norm(first, rest, self.scale, self.eps, order=order)[1])
 
-    def placements(self) -> WeightSlots:
-        return {self.scope.full("weight"): place_scale(self.scale, self.offset)}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Sets the scale to 1."""
-        self.scale.fill_(1)
-
 
 @dataclass(frozen=True, slots=True)
 class NormedPart:
@@ -144,7 +138,7 @@ class NormedPart:
     """Number of features over all ranks; a feature that several ranks have counts once for each."""
 
 
-class HeadNorms(nn.Module):
+class HeadNorms(ParameterModule):
     """Scales of query and key heads: `scale` [heads, head_dim].
 
     Each of the `groups` (name in the checkpoint -> heads of this rank) has its own tensor: one head
@@ -161,24 +155,20 @@ class HeadNorms(nn.Module):
         offset: float,
         is_whole: bool,
     ) -> None:
-        super().__init__()
-        self.groups, self.offset, self.scope, self.is_whole = groups, offset, scope, is_whole
-        self._sizes = [heads.size for heads in groups.values()]
-        self.scale = scope.empty_precise(sum(self._sizes), head_dim)
+        super().__init__(scope)
+        self.groups, self.is_whole = groups, is_whole
+        sizes = [heads.size for heads in groups.values()]
+        scale = scope.empty_precise(sum(sizes), head_dim)
 
-    def placements(self) -> WeightSlots:
-        placements, parts = {}, self.scale.split(self._sizes)
-        for (name, heads), scale in zip(self.groups.items(), parts, strict=True):
-            like = scale.view(-1) if self.is_whole else scale
-            place = place_scale(like, self.offset)
-            if self.is_whole:
-                place = cut_all(place, heads.times(scale.shape[1]))
-            placements[self.scope.full(f"{name}.weight")] = place
-        return placements
+        def slots() -> WeightSlots:
+            placements, parts = {}, scale.split(sizes)
+            for (name, heads), part in zip(groups.items(), parts, strict=True):
+                slot = place_scale(part.view(-1) if is_whole else part, offset)
+                cut = heads.times(head_dim)
+                placements[f"{name}.weight"] = cut_all(slot, cut) if is_whole else slot
+            return placements
 
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Sets the scale to 1."""
-        self.scale.fill_(1)
+        self.scale = self.declare_slots(slots, scale)
 
 
 def place_scale(scale: Tensor, offset: float) -> WeightSlot:

@@ -1,4 +1,5 @@
-"""The context that a model's modules create their parameters in, and their lists."""
+"""The context that a model's modules create their parameters in, and the base class of those
+modules."""
 
 from __future__ import annotations
 
@@ -7,12 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import accumulation_dtype
+from milepost.layers.weight_slots import (
+    WeightSlot,
+    WeightSlots,
+    cut_all,
+    fill_matrix,
+    place_whole,
+)
 from milepost.layers.weights import RAW, Precision
-from milepost.parallel import ALONE, Ranks
+from milepost.parallel import ALONE, Cut, Ranks
 
 VALUES = ("weight", "qweight", "weight_packed")
 """Names that the forms give to a projection's values."""
@@ -75,6 +83,71 @@ class ModuleScope:
         dtype = accumulation_dtype(self.dtype)
         values = torch.empty(shape, dtype=dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
+
+
+Place = Callable[[Tensor], WeightSlot]
+Dummy = Callable[[Tensor, float, torch.Generator], object]
+"""Fills a parameter with dummy values, given the standard deviation of matrices."""
+
+
+class ParameterModule(nn.Module):
+    """A module that declares its own parameters: which tensors of the checkpoint fill each, and its
+    dummy values."""
+
+    def __init__(self, scope: ModuleScope) -> None:
+        super().__init__()
+        self.scope = scope
+        self._declared: list[tuple[Callable[[], WeightSlots], nn.Parameter, Dummy | float]] = []
+
+    def declare(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        place: Place = place_whole,
+        cut: Cut | None = None,
+        dim: int = 0,
+        dummy: Dummy | float = 1.0,
+    ) -> nn.Parameter:
+        """Declares a parameter that the tensor `name` fills, as `place` says. `cut` is the part of
+        the tensor's dimension `dim` that a rank keeps."""
+
+        def slots() -> WeightSlots:
+            slot = place(parameter)
+            return {name: slot if cut is None else cut_all(slot, cut, dim)}
+
+        return self.declare_slots(slots, parameter, dummy)
+
+    def declare_slots(
+        self,
+        slots: Callable[[], WeightSlots],
+        parameter: nn.Parameter,
+        dummy: Dummy | float = 1.0,
+    ) -> nn.Parameter:
+        """Declares a parameter that several tensors fill, or perhaps none."""
+        self._declared.append((slots, parameter, dummy))
+        return parameter
+
+    def placements(self) -> WeightSlots:
+        every = [slots() for slots, _, _ in self._declared]
+        return {self.scope.full(name): slot for slots in every for name, slot in slots.items()}
+
+    def fill(self, spread: float, generator: torch.Generator) -> None:
+        for _, parameter, dummy in self._declared:
+            if callable(dummy):
+                dummy(parameter, spread, generator)
+            else:
+                parameter.fill_(dummy)
+
+
+def dummy_between(least: float, largest: float) -> Dummy:
+    """Returns a function that fills a parameter uniformly between two numbers."""
+    return lambda values, _, generator: values.uniform_(least, largest, generator=generator)
+
+
+def dummy_taps(weight: Tensor, _: float, generator: torch.Generator) -> None:
+    """Fills a convolution's weight [channels, width]."""
+    fill_matrix(weight, weight.shape[1] ** -0.5, generator)
 
 
 T = TypeVar("T")

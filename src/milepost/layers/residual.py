@@ -24,12 +24,12 @@ from milepost.kernels.platform.tensors import cast, in_blocks
 from milepost.layers.context import Context
 from milepost.layers.linear import Begun, Linear
 from milepost.layers.norm import RMSNorm, over_ranks, place_scale
-from milepost.layers.parameters import ModuleScope, module_list
+from milepost.layers.parameters import ModuleScope, ParameterModule, module_list
 from milepost.layers.parts import Numbers, Part, add_up, partials, run_parts
-from milepost.layers.weight_slots import WeightSlots, place_whole
+from milepost.layers.weight_slots import place_whole
 
 
-class ResidualAttention(nn.Module):
+class ResidualAttention(ParameterModule):
     """The mixture that a part reads, and its norm; stands in a block in place of the norm. A part's
     output is a source of its own if the block of layers `opens` with it; else it is added to the
     last one. The tensors are `scope.path`'s `{name}_proj.weight` and `{name}_norm_weight`."""
@@ -37,10 +37,16 @@ class ResidualAttention(nn.Module):
     def __init__(
         self, norm: RMSNorm, scope: ModuleScope, name: str, *, opens: bool = False
     ) -> None:
-        super().__init__()
-        self.norm, self.scope, self.name, self.opens = norm, scope, name, opens
+        super().__init__(scope)
+        self.norm, self.opens = norm, opens
         size = len(norm.scale)
-        self.scale, self.query = scope.empty_precise(size), scope.empty_precise(size)
+        self.scale = self.declare(f"{name}_norm_weight", scope.empty_precise(size))
+        self.query = self.declare(
+            f"{name}_proj.weight",
+            scope.empty_precise(size),
+            place=lambda query: place_whole(query[None]),
+            dummy=lambda query, spread, generator: query.normal_(std=spread, generator=generator),
+        )
         self.ranks = norm.ranks
 
     def add(
@@ -71,18 +77,8 @@ class ResidualAttention(nn.Module):
             sources[:, -1] += add_up(delta)
         return in_blocks(lambda rows: residual.mix(rows, None, *how), sources)
 
-    def placements(self) -> WeightSlots:
-        return {
-            self.scope.full(f"{self.name}_proj.weight"): place_whole(self.query[None]),
-            self.scope.full(f"{self.name}_norm_weight"): place_whole(self.scale),
-        }
 
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        self.query.normal_(std=spread, generator=generator)
-        self.scale.fill_(1)
-
-
-class HyperConnection(nn.Module):
+class HyperConnection(ParameterModule):
     """Mixes the streams for a part, and says how much of its output each of them gets. The one
     after the last layer (`is_last`) only mixes; it stands where other models have a norm."""
 
@@ -96,10 +92,14 @@ class HyperConnection(nn.Module):
         eps: float,
         is_last: bool = False,
     ) -> None:
-        super().__init__()
-        self.scope, self.eps, self.rank, self.ranks = scope, eps, rank, scope.ranks
+        super().__init__(scope)
+        self.eps, self.rank, self.ranks = eps, rank, scope.ranks
         size = num_streams * hidden_size
-        self.scale = scope.empty_precise(num_streams, hidden_size)
+        self.scale = self.declare(
+            "hc_norm.weight",
+            scope.empty_precise(num_streams, hidden_size),
+            place=lambda scale: place_scale(scale.view(-1), 1.0),
+        )
         sections = [("input_mix_weight_down", rank)]
         if not is_last:
             sections.append(("block_inject_weight", num_streams))
@@ -134,14 +134,6 @@ class HyperConnection(nn.Module):
         assert delta is None, "blocks add their outputs themselves"
         streams = self.open(hidden)
         return streams, self.mix(streams)[0]
-
-    def placements(self) -> WeightSlots:
-        scale = place_scale(self.scale.view(-1), 1.0)
-        return {self.scope.full("hc_norm.weight"): scale}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Sets the scale to 1."""
-        self.scale.fill_(1)
 
 
 class HyperBlock(nn.Module):

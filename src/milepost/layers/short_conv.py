@@ -5,8 +5,7 @@ Legend: T tokens, C hidden size, P split-K partials.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost.kernels import short_conv
 from milepost.kernels.layout.emit import Emit, Inputs
@@ -15,12 +14,12 @@ from milepost.kernels.recurrent import CHUNK
 from milepost.kernels.short_conv import ShortConvOperation
 from milepost.layers.context import Context, RecurrentSpec, ShortConvSpec
 from milepost.layers.linear import Linear
-from milepost.layers.parameters import ModuleScope
-from milepost.layers.weight_slots import WeightSlots, cut_all, fill_matrix, place_whole
+from milepost.layers.parameters import ModuleScope, ParameterModule, dummy_taps
+from milepost.layers.weight_slots import place_whole
 from milepost.parallel.ranks import join
 
 
-class ShortConv(nn.Module):
+class ShortConv(ParameterModule):
     """A gated short convolution from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and
     writes the states stored with the step's pages, or with `in_slots` those in its slots.
 
@@ -39,14 +38,21 @@ class ShortConv(nn.Module):
         bias: bool = False,
         in_slots: bool = False,
     ) -> None:
-        super().__init__()
-        self.scope = scope
-        self.cut = scope.ranks.share(hidden_size, f"{scope.path} hidden_size")
-        size, cuts = self.cut.size, {"in_proj": join(*[self.cut] * 3)}
+        super().__init__(scope)
+        cut = scope.ranks.share(hidden_size, f"{scope.path} hidden_size")
+        size, cuts = cut.size, {"in_proj": join(*[cut] * 3)}
         self.projection = Linear(hidden_size, (("in_proj", 3 * size),), scope, bias=bias, cuts=cuts)
-        self.conv_weight = scope.empty(size, conv_width)
-        self.conv_bias = scope.empty(size) if bias else None
-        self.out = Linear(size, (("out_proj", hidden_size),), scope, bias=bias, inputs=self.cut)
+        self.conv_weight = self.declare(
+            "conv.weight",
+            scope.empty(size, conv_width),
+            place=lambda weight: place_whole(weight.unsqueeze(1)),
+            cut=cut,
+            dummy=dummy_taps,
+        )
+        self.conv_bias = None
+        if bias:
+            self.conv_bias = self.declare("conv.bias", scope.empty(size), cut=cut, dummy=0)
+        self.out = Linear(size, (("out_proj", hidden_size),), scope, bias=bias, inputs=cut)
         self.operation = ShortConvOperation(num_taps=conv_width, in_slots=in_slots)
 
     @property
@@ -82,14 +88,3 @@ class ShortConv(nn.Module):
             records,
         )
         return self.out(mixed, epilogue=Epilogue.PARTIALS)
-
-    def placements(self) -> WeightSlots:
-        tensors = {"conv.weight": cut_all(place_whole(self.conv_weight.unsqueeze(1)), self.cut)}
-        if self.conv_bias is not None:
-            tensors["conv.bias"] = cut_all(place_whole(self.conv_bias), self.cut)
-        return {self.scope.full(name): place for name, place in tensors.items()}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        fill_matrix(self.conv_weight, self.conv_weight.shape[1] ** -0.5, generator)
-        if self.conv_bias is not None:
-            self.conv_bias.zero_()

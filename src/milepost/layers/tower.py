@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from milepost.kernels import vision
 from milepost.kernels.vision import PictureFrames
 from milepost.layers.mergers import Merger, TowerEnd
-from milepost.layers.parameters import ModuleScope, module_list
+from milepost.layers.parameters import ModuleScope, ParameterModule, module_list
 from milepost.layers.tower_parts import (
     Grid,
     PatchEmbedding,
@@ -36,7 +36,7 @@ from milepost.layers.tower_parts import (
     TowerShapes,
     by_rows,
 )
-from milepost.layers.weight_slots import WeightSlots, fill_matrix, place_whole
+from milepost.layers.weight_slots import fill_matrix, place_whole
 
 _FITS = {
     "corners": vision.add_positions,
@@ -65,7 +65,7 @@ class TowerModules(NamedTuple):
     merger: TowerEnd
 
 
-class Tower(nn.Module):
+class Tower(ParameterModule):
     """A vision tower with its tensors under `scope.path`, but for those of a merger under
     `merger_scope.path`. `modules` are its layers if they are no transformer's."""
 
@@ -77,18 +77,24 @@ class Tower(nn.Module):
         merger_scope: ModuleScope | None = None,
         modules: TowerModules | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(scope)
         names = names or TowerNames()
-        self.shapes, self.scope, self._names = shapes, scope, names
+        self.shapes = shapes
         modules = modules or _transformer(shapes, names, scope, merger_scope or scope)
         self.embedding, self.blocks, self.merger = modules
-        self.positions = None
+        self.positions = self.prefix = None
         if shapes.num_positions:
-            self.positions = scope.empty(shapes.num_positions, shapes.hidden_size)
-        self.prefix = None
+            table = scope.empty(shapes.num_positions, shapes.hidden_size)
+            self.positions = self.declare(
+                names.positions,
+                table,
+                place=lambda table: place_whole(table[None] if names.has_batch else table),
+                dummy=fill_matrix,
+            )
         if shapes.num_prefix:
             assert shapes.theta is None, "the prefix has no place to turn by"
-            self.prefix = scope.empty(shapes.num_prefix, shapes.hidden_size)
+            prefix = scope.empty(shapes.num_prefix, shapes.hidden_size)
+            self.prefix = self.declare(names.prefix, prefix, dummy=fill_matrix)
         exponents = torch.arange(0, shapes.head_dim // 2, 2, dtype=torch.float32)
         frequencies = 1.0 / (shapes.theta or 1.0) ** (exponents / (shapes.head_dim // 2))
         # Angles of zero turn nothing.
@@ -208,20 +214,6 @@ class Tower(nn.Module):
         across = columns // merge
         row = token // across * merge + inner // merge
         return row, token % across * merge + inner % merge
-
-    def placements(self) -> WeightSlots:
-        slots = {}
-        if self.positions is not None:
-            table = self.positions[None] if self._names.has_batch else self.positions
-            slots[self.scope.full(self._names.positions)] = place_whole(table)
-        if self.prefix is not None:
-            slots[self.scope.full(self._names.prefix)] = place_whole(self.prefix)
-        return slots
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:
-        for table in (self.positions, self.prefix):
-            if table is not None:
-                fill_matrix(table, spread, generator)
 
 
 def _transformer(

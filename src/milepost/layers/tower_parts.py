@@ -20,7 +20,7 @@ from milepost.kernels.platform.device import runs_triton
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import Made, in_blocks
 from milepost.kernels.vision import PictureFrames
-from milepost.layers.parameters import ModuleScope
+from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
 TableFit = Literal["corners", "averaged", "cropped"]
@@ -228,26 +228,18 @@ class PatchEmbedding(TowerLinear):
         return slots
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(ParameterModule):
     """A norm over D with mean and deviation, a weight and a bias."""
 
     def __init__(self, size: int, eps: float, scope: ModuleScope) -> None:
-        super().__init__()
-        self.scope, self._eps = scope, eps
-        self.weight, self.bias = scope.empty(size), scope.empty(size)
+        super().__init__(scope)
+        self._eps = eps
+        self.weight = self.declare("weight", scope.empty(size))
+        self.bias = self.declare("bias", scope.empty(size), dummy=0)
 
     def add(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds a layer's output to the residual stream [P, D]; returns the sum and its norm."""
         return vision.add_norm(hidden, delta, self.weight, self.bias, self._eps)
-
-    def placements(self) -> WeightSlots:
-        tensors = {"weight": self.weight, "bias": self.bias}
-        return {self.scope.full(name): place_whole(values) for name, values in tensors.items()}
-
-    def fill(self, spread: float, generator: torch.Generator) -> None:  # noqa: ARG002
-        """Sets the weight to 1 and the bias to 0."""
-        self.weight.fill_(1)
-        self.bias.zero_()
 
 
 class TowerBlock(nn.Module):

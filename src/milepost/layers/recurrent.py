@@ -1,0 +1,51 @@
+"""The base class of mixers with states in slots.
+
+Legend: T tokens, C hidden size, P split-K partials.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from milepost.kernels import recurrent
+from milepost.kernels.layout.emit import Emit, Inputs
+from milepost.kernels.products import Epilogue
+from milepost.kernels.recurrent import RecurrentOperation
+from milepost.kernels.recurrent.table import MixerProjections, Weights
+from milepost.layers.context import Context, RecurrentSpec
+from milepost.layers.linear import Linear
+from milepost.layers.parameters import ParameterModule, dummy_between
+
+DECAYS = dummy_between(-0.5, -0.005)
+"""Dummy decay rates: half-lives from about one token to a hundred, as in trained models."""
+
+
+class RecurrentMixer(ParameterModule):
+    """A mixer from `hidden` [T, C] to the output [T, C]; a `Part`. Reads and writes its states in
+    the step's slots."""
+
+    rotary = None
+    projection: Linear
+    out: Linear
+    operation: RecurrentOperation
+    spec: RecurrentSpec
+    weights: Weights
+
+    @property
+    def reads(self) -> Emit:
+        """The form of rows that the part reads."""
+        return self.projection.reads
+
+    def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
+        """Returns the output, or split-K partials [T, P, C] of it."""
+        states, layout = ctx.layer_states(number), ctx.step.layouts[self.operation]
+        mixed = recurrent.mix(self._project(rows, ctx), self.weights, states, layout)
+        return self.out(self._finish(mixed), epilogue=Epilogue.PARTIALS, order=ctx.order)
+
+    def _project(self, rows: Inputs, ctx: Context) -> MixerProjections:
+        """Returns what the recurrence reads."""
+        return self.projection(rows, launch_dependents=ctx.decodes, order=ctx.order)
+
+    def _finish(self, mixed: Tensor) -> Tensor:
+        """Returns what the output projection reads."""
+        return mixed
