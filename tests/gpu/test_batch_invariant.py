@@ -180,6 +180,19 @@ def test_drafts_change_no_bit(name: str, tmp_path: Path) -> None:
     assert _differing(plain, drafting) == []
 
 
+def test_latent_attention_of_large_steps_has_more_items_than_a_grid_has_columns(
+    tmp_path: Path,
+) -> None:
+    """With 32 heads an item has two tokens, and a step of 8,192 tokens room for 65,536 items."""
+    shapes = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    save_tiny(tmp_path, "kimi_linear", torch.float32, **(COMMON | FAMILIES["kimi_linear"] | shapes))
+    llm = _open(tmp_path, "KDA")
+    prompts = [tokens(length, seed) for seed, length in enumerate((3000, 3100))]
+    alone = [ask_all(llm, [each], [sampled(4)])[0] for each in prompts]
+    llm.reset_prefix_cache()
+    assert _differing(alone, ask_all(llm, prompts, [sampled(4)] * 2)) == []
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="models follow many rows on Hopper alone",

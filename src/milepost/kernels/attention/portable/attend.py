@@ -57,7 +57,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: KVTiles) -> None
     chip, is_fp8 = probe(call.query.device), call.kv.is_fp8
     rows, block_e = max(rows, NARROW_ROWS), max(16, next_power_of_2(head_dim))
     kv, words = _find_pages(call, tiles.block, rows)
-    _attend_kernel[(num_kv_heads, len(work))](
+    _attend_kernel[(num_kv_heads * len(work),)](
         call.arguments(work),
         kv,
         words,
@@ -108,10 +108,11 @@ def _find_pages(call: AttentionCall, block: int, rows: int) -> tuple[Any, Any]:
 def _attend_kernel(
     call, kv, words, scale, page_rows, table_stride, SIZES: tl.constexpr, TAIL_STAGES: tl.constexpr
 ):
-    """Attends from one item, tokens * group query rows, to one KV head."""
+    """Attends from one item, tokens * group query rows, to one KV head. The grid has one dimension,
+    as CUDA allows only 65,535 programs in others."""
     launch_dependents()
-    i_h = tl.program_id(0)
-    item = load_item(call.work.base, tl.program_id(1))
+    i_h = tl.program_id(0) % SIZES.kv_heads
+    item = load_item(call.work.base, tl.program_id(0) // SIZES.kv_heads)
     wait_for_inputs()
     if item.num_tokens == 0:
         return
