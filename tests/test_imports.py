@@ -261,7 +261,7 @@ def test_nobody_reaches_past_a_door():
         ("cache/tree", "from milepost.cache.cache import Cache", False),
         ("cache/eviction", "from milepost.cache.report import Stats", True),
         ("server", "from milepost.engine.text import chat", True),
-        ("server", "from milepost.engine.text.chat import ChatPrompt", False),
+        ("server", "from milepost.engine.text.chat import Composed", False),
         ("engine/loop", "from milepost.engine.text import chat", True),
         ("engine/text", "from milepost.engine.loop import Engine", False),
         ("engine/text", "from milepost.engine import llm", False),

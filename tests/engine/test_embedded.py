@@ -77,5 +77,5 @@ def test_a_batch_that_is_preempted_answers_as_cold_runs_do(cold):
 def test_every_shared_token_hits_from_the_second_conversation_on():
     llm = open_llm()
     outputs = [llm.chat(history, PARAMS, use_tqdm=False)[0] for history in conversations()]
-    system_end = chat.render(llm.get_tokenizer(), conversations()[0]).marks[0]
+    system_end = chat.render(llm.get_tokenizer(), conversations()[0]).cache_marks[0]
     assert min(output.num_cached_tokens for output in outputs[1:]) >= system_end // 64 * 64 > 0

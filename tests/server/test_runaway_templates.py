@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizer
 
 from milepost.engine import child
+from milepost.engine.prompts import Prompt
 from milepost.engine.text import chat
 from milepost.engine.text.encoder import Encoder
 from milepost.errors import InvalidRequestError
@@ -63,7 +64,7 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-async def render(encoder: Encoder, text: str) -> chat.ChatPrompt:
+async def render(encoder: Encoder, text: str) -> Prompt:
     return await encoder.encode_chat(said(text), len(text), {}, is_cut=False)
 
 

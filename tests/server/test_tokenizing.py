@@ -258,7 +258,7 @@ def test_a_long_text_with_a_client_is_tokenized(http):
     rendered = http.post("/tokenize", json=body).json()
     own = chat.render(chatmodel.make_tokenizer(), body["messages"])
     assert rendered["tokens"] == own.token_ids
-    assert rendered["cache_marks"] == list(own.marks)
+    assert rendered["cache_marks"] == list(own.cache_marks)
     response = http.post("/v1/completions", json={"prompt": content})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"

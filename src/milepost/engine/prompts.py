@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -16,8 +16,6 @@ from milepost.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from milepost.engine.text import ChatPrompt
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, or a list of token ids, or {"prompt": text} or {"prompt_token_ids": [...]}, with
@@ -39,6 +37,9 @@ class Prompt:
     """None if it came as token ids."""
     cache_salt: str = ""
     cache_marks: tuple[int, ...] = ()
+    """Positions where a state is worth keeping."""
+    breakpoints: tuple[int, ...] = ()
+    """The marks of a conversation that come from a `cache_control`."""
     pictures: tuple[Picture, ...] = ()
     """Images among the tokens, in order."""
     pixels: tuple[PictureRecord, ...] = ()
@@ -91,11 +92,11 @@ def encoding(
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def rendered_prompt(rendered: ChatPrompt, max_marks: int, salt: object) -> Prompt:
-    """Returns a rendered conversation as a prompt, with as many of its marks as are allowed. Raises
-    InvalidRequestError for an invalid salt."""
-    marks = rendered.marks[:max_marks]
-    return Prompt(token_ids=rendered.token_ids, cache_salt=_read_salt(salt), cache_marks=marks)
+def rendered_prompt(rendered: Prompt, max_marks: int, salt: object) -> Prompt:
+    """Returns a rendered conversation under a salt, with as many of its marks as are allowed.
+    Raises InvalidRequestError for an invalid salt."""
+    marks = rendered.cache_marks[:max_marks]
+    return replace(rendered, text=None, cache_salt=_read_salt(salt), cache_marks=marks)
 
 
 def _tokenize(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request
 
 from milepost.engine.prompts import Prompt
-from milepost.engine.text import ChatPrompt
 from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
@@ -29,8 +28,6 @@ class ChatTurn:
     """The running answers to one conversation."""
 
     prompt: Prompt
-    breakpoints: tuple[int, ...]
-    """Positions in the prompt of the request's own `cache_control`s."""
     generation: Generation
     answers: list[AnswerParser]
 
@@ -68,8 +65,8 @@ async def _begin(
     params = parameters.of_chat(request, service.sampling_defaults)
     if service.reads_special_tokens(has_tools=bool(tools.callable)):
         params = replace(params, skip_special_tokens=False)
-    prompt, rendered = await prompt_of(service, request, params, http)
-    is_open = service.format.is_open(rendered.text, _begun(request))
+    prompt = await prompt_of(service, request, params, http)
+    is_open = service.format.is_open(prompt.text or "", _begun(request))
     if params.stop and service.reasoning_tokens is not None:
         params = replace(params, reasoning=replace(service.reasoning_tokens, is_open=is_open))
     if request.response_format or request.structured_outputs or tools.callable:
@@ -107,7 +104,6 @@ async def _begin(
     await generation.begun()
     return ChatTurn(
         prompt=prompt,
-        breakpoints=rendered.breakpoints,
         generation=generation,
         answers=answers,
     )
@@ -133,24 +129,22 @@ def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> Samplin
 
 async def prompt_of(
     service: Service, request: ChatRequest, params: SamplingParams, http: Request
-) -> tuple[Prompt, ChatPrompt]:
-    """Returns the prompt as it will be served, and the whole rendered conversation."""
+) -> Prompt:
+    """Returns the prompt as it will be served, with the text of the whole conversation."""
     rendered = await render(service, request, http)
-    prompt = Prompt(
-        token_ids=rendered.token_ids,
+    prompt = replace(
+        rendered,
         cache_salt=request.cache_salt or "",
-        cache_marks=rendered.marks[: service.client.config.max_cache_marks],
-        pictures=rendered.pictures,
-        pixels=rendered.pixels,
+        cache_marks=rendered.cache_marks[: service.client.config.max_cache_marks],
         kv_transfer_params=request.kv_transfer_params,
     )
     limit = service.client.limits.max_model_len
-    return shortened(prompt, request, params, limit), rendered
+    return shortened(prompt, request, params, limit)
 
 
 async def render(
     service: Service, request: ChatRequest, http: Request, *, is_counted: bool = False
-) -> ChatPrompt:
+) -> Prompt:
     """Renders a conversation; with `is_counted` it may be too long for the model."""
     return await service.render(
         request,

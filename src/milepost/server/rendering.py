@@ -94,7 +94,7 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
         template_kwargs=body.chat_template_kwargs,
         is_cut=True,
     )
-    return rendered.token_ids, list(rendered.marks)
+    return list(rendered.token_ids), list(rendered.cache_marks)
 
 
 def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
@@ -137,7 +137,7 @@ async def _render(
     model = service.check_model(chat.model)
     params = parameters.of_chat(chat, service.sampling_defaults)
     work = conversation.prompt_of(service, chat, params, request)
-    prompt, _ = await unless_disconnected(request, work)
+    prompt = await unless_disconnected(request, work)
     if fits_max_tokens:
         params = conversation.fitting(service, prompt, params)
     service.check(prompt, params, field)
@@ -154,8 +154,7 @@ async def prompt_of(service: Service, path: str, body: bytes) -> Prompt | None:
         chat = ChatRequest.model_validate_json(body)
         service.unknown.settle(chat, scope)
         params = parameters.of_chat(chat, service.sampling_defaults)
-        prompt, _ = await conversation.prompt_of(service, chat, params, Request(scope))
-        return prompt
+        return await conversation.prompt_of(service, chat, params, Request(scope))
     if not path.endswith("/completions"):
         return None
     request = CompletionRequest.model_validate_json(body)

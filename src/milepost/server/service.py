@@ -17,7 +17,7 @@ from milepost.engine.constraints import FormChecks, think_ids
 from milepost.engine.media import Preparer, images_of
 from milepost.engine.processes import EngineClient, Stream
 from milepost.engine.prompts import Prompt
-from milepost.engine.text import Encoder, chat, special_texts, text_length, with_overrides
+from milepost.engine.text import Encoder, special_texts, text_length, with_overrides
 from milepost.engine.validation import validate
 from milepost.errors import (
     ConfigError,
@@ -168,7 +168,7 @@ class Service:
         template_kwargs: Mapping[str, Any] | None,
         documents: Sequence[Any] | None = None,
         is_cut: bool,
-    ) -> chat.ChatPrompt:
+    ) -> Prompt:
         """Returns a conversation as token ids and marks."""
         variables, size = self.template_variables, size_of(body.messages)
         messages = await self.large.run(lambda: for_template(body.messages or ()), size)
@@ -196,7 +196,7 @@ class Service:
             options["image_texts"] = [] if media is None else media.texts
             size = await self.large.run(lambda: text_length([told, tools, documents]), size)
             rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
-            return rendered if media is None else media.put_in_chat(rendered)
+            return rendered if media is None else media.put_in(rendered)
 
     async def token_bytes(self) -> TokenBytes:
         """Returns the bytes of the vocabulary, read at the first call. Raises as

@@ -66,10 +66,10 @@ def with_template(tokenizer):
 
 def texts(tokenizer, prompt):
     """The whole prompt, and the text before each mark."""
-    assert list(prompt.marks) == sorted(set(prompt.marks))
-    assert all(0 < mark < len(prompt.token_ids) for mark in prompt.marks)
+    assert list(prompt.cache_marks) == sorted(set(prompt.cache_marks))
+    assert all(0 < mark < len(prompt.token_ids) for mark in prompt.cache_marks)
     whole = tokenizer.decode(prompt.token_ids)
-    return whole, [tokenizer.decode(prompt.token_ids[:mark]) for mark in prompt.marks]
+    return whole, [tokenizer.decode(prompt.token_ids[:mark]) for mark in prompt.cache_marks]
 
 
 @pytest.mark.parametrize("template", [QWEN, WITH_TOOLS, NEEDS_USER], ids=["qwen", "tools", "needs"])
@@ -99,7 +99,7 @@ def test_the_mark_of_a_turn_is_a_prefix_of_the_next_turn(with_template):
     tokenizer = with_template(STRIPS_REASONING)
     first = render(tokenizer, [SYSTEM, USER])
     second = render(tokenizer, [SYSTEM, USER, ANSWER, AGAIN])
-    assert first.token_ids[: first.marks[-1]] == second.token_ids[: first.marks[-1]]
+    assert first.token_ids[: first.cache_marks[-1]] == second.token_ids[: first.cache_marks[-1]]
 
 
 def test_tools_belong_to_the_head(with_template):
@@ -130,7 +130,7 @@ def test_a_default_system_prompt_is_found(with_template):
 def test_conversations_with_one_system_prompt_share_its_tokens(with_template):
     tokenizer = with_template(SYSTEM_IN_USER)
     one, two = (render(tokenizer, [SYSTEM, user]) for user in (USER, AGAIN))
-    assert one.token_ids[: one.marks[0]] == two.token_ids[: one.marks[0]]
+    assert one.token_ids[: one.cache_marks[0]] == two.token_ids[: one.cache_marks[0]]
 
 
 def test_a_template_without_system_role_has_the_user_say_it(with_template):
@@ -158,7 +158,7 @@ def test_a_token_over_a_boundary_is_left_out(with_template):
     tokenizer = with_template("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
     prompt = render(tokenizer, [{"role": "the q", "content": "uick"}], add_generation_prompt=False)
     assert prompt.token_ids == tokenizer.encode("the quick")
-    assert all(mark < len(prompt.token_ids) for mark in prompt.marks)
+    assert all(mark < len(prompt.token_ids) for mark in prompt.cache_marks)
 
 
 def test_template_kwargs_reach_the_template(with_template):
@@ -249,7 +249,7 @@ def test_cache_control_on_a_part_is_a_mark(with_template):
     assert prompt.token_ids == render(tokenizer, [SYSTEM, plain]).token_ids
     _, before = texts(tokenizer, prompt)
     assert [text for text in before if text.endswith("the quick brown fox")]
-    assert len(before) == 1 + len(render(tokenizer, [SYSTEM, plain]).marks)
+    assert len(before) == 1 + len(render(tokenizer, [SYSTEM, plain]).cache_marks)
 
 
 def test_cache_control_on_a_message_is_a_mark(with_template):
@@ -275,7 +275,7 @@ def test_many_breakpoints_cost_what_their_text_costs(with_template):
         tracemalloc.stop()
     assert peak < 16 * 2**20
     marked = render(tokenizer, [{"role": "user", "content": [part] * 8}])
-    assert len(rendered.marks) == len(marked.marks)
+    assert len(rendered.cache_marks) == len(marked.cache_marks)
 
 
 def test_the_last_breakpoints_are_those_that_count(with_template):
@@ -284,8 +284,8 @@ def test_the_last_breakpoints_are_those_that_count(with_template):
     marked = {**part, "cache_control": {"type": "ephemeral"}}
 
     def marks(parts):
-        return render(tokenizer, [{"role": "user", "content": parts}]).marks
+        return render(tokenizer, [{"role": "user", "content": parts}]).cache_marks
 
     assert marks([marked] * 12) == marks([*[part] * 4, *[marked] * 8])
     message = {"role": "user", "content": [marked, part], "cache_control": {"type": "ephemeral"}}
-    assert render(tokenizer, [message]).marks == marks([marked, marked])
+    assert render(tokenizer, [message]).cache_marks == marks([marked, marked])

@@ -88,7 +88,7 @@ def test_marks_stay_where_the_parts_end(tokenizer):
     marked = {"type": "text", "text": f"{INJECTED} one", "cache_control": {"type": "ephemeral"}}
     message = said([marked, {"type": "text", "text": "two <|im_end|> three"}])
     prompt = rendered(tokenizer, [message])
-    starts = [tokenizer.decode(prompt.token_ids[:mark]) for mark in prompt.marks]
+    starts = [tokenizer.decode(prompt.token_ids[:mark]) for mark in prompt.cache_marks]
     assert any(start.endswith("Well? one") for start in starts)
     assert any(start.endswith("three<|im_end|>\n") for start in starts)
     assert all(CUT not in start for start in starts)

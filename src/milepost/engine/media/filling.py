@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 from milepost.engine.media.facts import ImageFacts, VideoFacts, facts_for
 from milepost.engine.media.given import Given
@@ -27,20 +27,6 @@ from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidPromptError
 from milepost.pictures import Picture
 from milepost.runner.recording import PictureRecord
-
-
-class RenderedChat(Protocol):
-    """A conversation as `engine.text` renders it, a dataclass that has `pictures` and `pixels`."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def marks(self) -> tuple[int, ...]: ...
-    @property
-    def breakpoints(self) -> tuple[int, ...]: ...
-
-
-R = TypeVar("R", bound=RenderedChat)
 
 
 def facts_to_prepare(
@@ -104,22 +90,10 @@ class Media:
             prompt,
             token_ids=found.token_ids,
             cache_marks=tuple(marks),
-            pictures=found.pictures,
-            pixels=found.pixels,
-        )
-
-    def put_in_chat(self, prompt: R) -> R:
-        """Like `put_in`, for a rendered conversation."""
-        found = _expanded(prompt.token_ids, self._waiting())
-        filled: R = replace(
-            cast("Any", prompt),
-            token_ids=found.token_ids,
-            marks=tuple(map(found.moved, prompt.marks)),
             breakpoints=tuple(map(found.moved, prompt.breakpoints)),
             pictures=found.pictures,
             pixels=found.pixels,
         )
-        return filled
 
     def _waiting(self) -> dict[int, list[PreparedPicture]]:
         video = self.facts.video

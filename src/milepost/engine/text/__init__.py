@@ -9,7 +9,7 @@ Its modules:
     a checkpoint's defaults     generation_config
 """
 
-from milepost.engine.text.chat import ChatPrompt, special_texts
+from milepost.engine.text.chat import special_texts
 from milepost.engine.text.detokenizer import Detokenizer, detokenizer_for
 from milepost.engine.text.encoder import Encoder
 from milepost.engine.text.generation_config import (
@@ -27,7 +27,6 @@ from milepost.engine.text.tokenizer import load_tokenizer, tokenizer_for, withou
 __all__ = [
     "BYTE_LEVEL",
     "MAX_SHORT",
-    "ChatPrompt",
     "Detokenizer",
     "Encoder",
     "Lane",

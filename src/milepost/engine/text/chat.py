@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from milepost.engine.prompts import Prompt
 from milepost.engine.text import roles
 from milepost.engine.text.roles import ChatMessage
 from milepost.engine.text.template import (
@@ -35,8 +36,6 @@ from milepost.engine.text.template import (
     with_image_texts,
 )
 from milepost.errors import InvalidRequestError
-from milepost.pictures import Picture
-from milepost.runner.recording import PictureRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,21 +88,6 @@ conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatPrompt:
-    """A conversation as the model reads it."""
-
-    text: str
-    token_ids: list[int]
-    marks: tuple[int, ...]
-    """Token positions inside the prompt, ascending."""
-    breakpoints: tuple[int, ...] = ()
-    """The marks that come from a `cache_control`."""
-    pictures: tuple[Picture, ...] = ()
-    """Images among the tokens, once they have been inserted."""
-    pixels: tuple[PictureRecord, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
     """A conversation as text, before it is tokenized."""
 
@@ -125,7 +109,7 @@ class Composed:
             start += len(piece) + 1
         return found
 
-    def prompt(self, encoded: Sequence[tuple[list[int], list[int]]]) -> ChatPrompt:
+    def prompt(self, encoded: Sequence[tuple[list[int], list[int]]]) -> Prompt:
         """Returns the prompt. `encoded` has the token ids of each piece, and the number of its
         tokens before each end."""
         token_ids: list[int] = []
@@ -136,22 +120,22 @@ class Composed:
                     positions[number] = len(token_ids) + count
             token_ids += ids
         inside = range(1, len(token_ids))
-        return ChatPrompt(
+        return Prompt(
             text="".join(self.pieces),
             token_ids=token_ids,
-            marks=tuple(sorted({position for position in positions if position in inside})),
+            cache_marks=tuple(sorted({position for position in positions if position in inside})),
             breakpoints=tuple(position for position in positions[2:] if position in inside),
         )
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
-) -> ChatPrompt:
+) -> Prompt:
     """Returns the token ids and marks of a conversation. The options are those of `compose`."""
     return tokenized(tokenizer, compose(tokenizer, messages, **options))
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, composed: Composed) -> ChatPrompt:
+def tokenized(tokenizer: PreTrainedTokenizerBase, composed: Composed) -> Prompt:
     """Tokenizes a conversation. A token that reaches over an end counts as after it."""
     pairs = zip(composed.pieces, composed.places(), strict=True)
     return composed.prompt([_tokenize(tokenizer, piece, ends) for piece, ends in pairs])

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from milepost.engine import heap
+from milepost.engine.prompts import Prompt
 from milepost.engine.text import chat
 from milepost.engine.text.conversations import Unrendered, content_of
 from milepost.engine.text.lanes import MAX_SHORT, Lanes
@@ -126,7 +127,7 @@ class Encoder:
         options: Mapping[str, Any],
         *,
         is_cut: bool,
-    ) -> chat.ChatPrompt:
+    ) -> Prompt:
         """Returns token ids and marks of a conversation, whose texts have `size` characters.
         `options` are those of `chat.compose`; `is_cut` as in `encode`. Raises
         InvalidRequestError."""
@@ -155,7 +156,7 @@ class Encoder:
             return prompt
         return await self._encode_composed(rendered.composed, is_cut=is_cut)
 
-    async def _encode_composed(self, composed: chat.Composed, *, is_cut: bool) -> chat.ChatPrompt:
+    async def _encode_composed(self, composed: chat.Composed, *, is_cut: bool) -> Prompt:
         here, pieces = partial(chat.tokenized, composed=composed), composed.pieces
         prompt = await self._encode_here(here, ["".join(pieces)], composed.length, is_cut=is_cut)
         if prompt is not None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from milepost.engine.text.chat import ChatPrompt
+from milepost.engine.prompts import Prompt
 from milepost.engine.text.conversations import Rendered, Template, Unrendered
 from milepost.engine.text.process import Encoded, Start, TextProcess, Texts
 
@@ -120,7 +120,7 @@ class Lanes:
         self._is_fast = getattr(tokenizer, "is_fast", False)
         self._process, self._turns = TextProcess(self._start), Turns()
         self._chats, self._chat_turns = TextProcess(self._start), Turns()
-        self._begun: asyncio.Future[tuple[Rendered, ChatPrompt | None]] | None = None
+        self._begun: asyncio.Future[tuple[Rendered, Prompt | None]] | None = None
 
     def _start(self) -> Start:
         """Returns what both processes work with."""
@@ -154,7 +154,7 @@ class Lanes:
         kind: type = type(self._tokenizer)
         return bool(getattr(self._tokenizer, "chat_template", None)) and _renders_as_all_do(kind)
 
-    async def render(self, asked: Unrendered, size: int) -> tuple[Rendered, ChatPrompt | None]:
+    async def render(self, asked: Unrendered, size: int) -> tuple[Rendered, Prompt | None]:
         """Returns a conversation of `size` characters as text, and also as a prompt if the text is
         short."""
         if size <= MAX_SHORT:
@@ -166,7 +166,7 @@ class Lanes:
         async with self._turns.turn(size):
             return await self._process.render(asked)
 
-    async def _render_to_its_end(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
+    async def _render_to_its_end(self, asked: Unrendered) -> tuple[Rendered, Prompt | None]:
         """Renders even if the caller is cancelled meanwhile, since the next caller then waits less
         than for a new process."""
         if self._begun is not None:

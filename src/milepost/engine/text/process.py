@@ -21,7 +21,8 @@ import msgspec
 
 from milepost.engine import heap
 from milepost.engine.child import Answer, Child, answer, messages
-from milepost.engine.text.chat import ChatPrompt, tokens_before
+from milepost.engine.prompts import Prompt
+from milepost.engine.text.chat import tokens_before
 from milepost.engine.text.conversations import Rendered, Renderer, Template, Unrendered, too_slow
 from milepost.errors import InvalidRequestError
 
@@ -115,7 +116,7 @@ class TextProcess:
             return await asyncio.to_thread(lambda: list(map(_encoded, replies)))
         return list(map(_encoded, replies))
 
-    async def render(self, asked: Unrendered) -> tuple[Rendered, ChatPrompt | None]:
+    async def render(self, asked: Unrendered) -> tuple[Rendered, Prompt | None]:
         """Returns a conversation as text, and as a prompt if it was tokenized. The work ends at
         once if its caller is cancelled."""
         message = self._encoder.encode(asked)

@@ -166,7 +166,7 @@ class _MessageWriter:
         breakpoint, and the rest."""
         usage = self._turn.generation.usage()
         read = usage["prompt_tokens_details"]["cached_tokens"]
-        kept = max(self._turn.breakpoints, default=0) if self._has_breakpoints else 0
+        kept = max(self._turn.prompt.breakpoints, default=0) if self._has_breakpoints else 0
         created = max(kept - read, 0)
         return {
             "input_tokens": usage["prompt_tokens"] - read - created,
