@@ -16,7 +16,7 @@ from msgspec import structs
 from milepost import LLM
 from milepost.engine.assembly.setup import build
 from milepost.engine.assembly.sizing import num_drafts_of
-from milepost.engine.processes.stream import joined
+from milepost.engine.outputs import GrowingOutput, joined
 from milepost.engine.prompts import Prompt
 from milepost.errors import UnsupportedModelError
 from milepost.layers.gated_delta import Arrangement, GatedDelta, GatedDeltaShapes
@@ -561,12 +561,13 @@ def test_outputs_say_what_became_of_drafts(exact):
     knowing(exact, llm, [tokens(50)], greedy(20), mistakes(0.3))
     engine = llm.llm_engine
     job = engine.add(Prompt(token_ids=tokens(50)), greedy(20))
-    summed = None
+    summed, growing = None, GrowingOutput("0", job.prompt, 1)
     while engine.has_work:
         for _ in engine.step():
             new = job.take_output()
+            growing.take(new)
             summed = new if summed is None else joined(summed, new)
-    (whole,), (delta,), stats = job.output().outputs, summed.deltas, stats_of(llm)
+    (whole,), (delta,), stats = growing.output().outputs, summed.deltas, stats_of(llm)
     found = [(each.num_draft_tokens, each.num_accepted_tokens) for each in (whole, delta)]
     assert found == [(stats.num_draft_tokens, stats.num_accepted_tokens)] * 2
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0

@@ -18,10 +18,9 @@ from milepost.engine.options import (
     compose_options,
     read_options,
 )
-from milepost.engine.outputs import RequestOutput
+from milepost.engine.outputs import GrowingOutput, RequestOutput
 from milepost.engine.processes import (
     EngineClient,
-    GrowingOutput,
     LoadedOnce,
     Stream,
     start_with_tokenizer,

@@ -20,7 +20,7 @@ from milepost.config import EngineConfig
 from milepost.engine.assembly.setup import EngineParts
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
-from milepost.engine.processes.stream import joined
+from milepost.engine.outputs import GrowingOutput, joined
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import Limits
 from milepost.runner.choice import SampledToken
@@ -140,16 +140,22 @@ def answers(wishes: Sequence[Wish], most: int, seed: int = 0) -> tuple[list[Any]
     engine = engine_of(scripts, most, seed)
     jobs = [engine.add(_prompt(number, wish), wish.params) for number, wish in enumerate(wishes)]
     streams: dict[RequestGroup, Any] = {}
+    growing = {job: GrowingOutput(str(job.number), job.prompt, 1) for job in jobs}
     while engine.has_work:
         for job in engine.step():
-            new = replace_report(job.take_output())
+            taken = job.take_output()
+            growing[job].take(taken)
+            new = replace_report(taken)
             streams[job] = joined(streams[job], new) if job in streams else new
         check(engine.scheduler.cache)
     cache = engine.scheduler.cache
     assert (cache.pages.num_used, cache.slots.num_used) == (0, 0)
-    outputs = [replace(job.output(), cache_report=None, num_cached_tokens=0) for job in jobs]
+    outputs = [
+        replace(each.output(), cache_report=None, num_cached_tokens=0) for each in growing.values()
+    ]
     for job, output in zip(jobs, outputs, strict=True):
         (delta,), (whole,) = streams[job].deltas, output.outputs
+        assert whole.token_ids == job.completions[0].request.output_token_ids
         assert (delta.text, delta.token_ids) == (whole.text, whole.token_ids)
         assert (delta.finish_reason, delta.logprobs) == (whole.finish_reason, whole.logprobs)
     return [*outputs, *streams.values()], engine.runner.num_tokens

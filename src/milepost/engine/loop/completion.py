@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from milepost.engine.constraints import Guide, Mask, masks_along, without
-from milepost.engine.outputs import CompletionOutput, Delta, Logprob, token_logprobs
+from milepost.engine.outputs import Delta, Logprob, token_logprobs
 from milepost.engine.text import Detokenizer, TokenTexts
 from milepost.runner.choice import PromptScores, SampledToken
 from milepost.sampling_params import SamplingParams
@@ -26,7 +26,6 @@ class Completion:
     request: Request
     text: Detokenizer
     seed: int
-    cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Log-probabilities of the prompt once it is computed, if they were asked for; None for the
@@ -210,7 +209,6 @@ class Completion:
         if self.logprobs is None:
             self.logprobs = []
         self.logprobs.append(entry)
-        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sampled.logprob
 
     def add_prompt_scores(self, scores: PromptScores) -> None:
         """Records the log-probabilities of a chunk of the prompt. A chunk that is computed again
@@ -242,19 +240,4 @@ class Completion:
             stop_reason=self.stop_reason,
             num_draft_tokens=self.num_draft_tokens - drafts,
             num_accepted_tokens=self.num_accepted_tokens - accepted,
-        )
-
-    def output(self) -> CompletionOutput:
-        """Returns the whole answer so far."""
-        reason = self.request.finish_reason
-        return CompletionOutput(
-            index=self.index,
-            text=self.text.text,
-            token_ids=self.request.output_token_ids,
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=list(self.logprobs) if self.logprobs is not None else None,
-            finish_reason=reason.value if reason is not None else None,
-            stop_reason=self.stop_reason,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
         )

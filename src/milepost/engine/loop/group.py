@@ -28,7 +28,7 @@ from milepost.engine.constraints import (
     vocabulary_of,
 )
 from milepost.engine.loop.completion import Completion
-from milepost.engine.outputs import Output, Report, RequestOutput
+from milepost.engine.outputs import GrowingOutput, Output, Report, RequestOutput
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import TokenTexts, detokenizer_for
 from milepost.errors import EngineDeadError, InvalidRequestError
@@ -56,6 +56,8 @@ class RequestGroup:
     """Time of the step that admitted it, in seconds of the monotonic clock."""
     loading_since: float | None = None
     """Time of the step that began to load the first completion's prompt, if one did."""
+    _growing: GrowingOutput | None = None
+    """The outputs that `output` has taken; None before its first call."""
     _has_report: bool = False
     """Whether an earlier output contained the cache report."""
     _has_scores: bool = False
@@ -83,18 +85,11 @@ class RequestGroup:
         return sum(each.request.num_output_tokens for each in self.completions)
 
     def output(self) -> RequestOutput:
-        """Returns the completions so far, whole."""
-        report = self.completions[0].request.report
-        return RequestOutput(
-            request_id=str(self.number),
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids,
-            prompt_logprobs=self.completions[0].prompt_logprobs,
-            outputs=[each.output() for each in self.completions],
-            finished=self.is_finished,
-            num_cached_tokens=report.reused if report else 0,
-            cache_report=report,
-        )
+        """Returns the completions so far, whole. Takes what `take_output` would return."""
+        if self._growing is None:
+            self._growing = GrowingOutput(str(self.number), self.prompt, self.params.n)
+        self._growing.take(self.take_output())
+        return self._growing.output()
 
     def take_output(self) -> Output:
         """Returns what the completions gained since the last call."""

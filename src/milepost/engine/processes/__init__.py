@@ -10,12 +10,11 @@ Its modules:
 from milepost.engine.outputs import Delta, Output, Report
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.starting import LoadedOnce, start_with_tokenizer
-from milepost.engine.processes.stream import GrowingOutput, Stream
+from milepost.engine.processes.stream import Stream
 
 __all__ = [
     "Delta",
     "EngineClient",
-    "GrowingOutput",
     "LoadedOnce",
     "Output",
     "Report",

@@ -9,24 +9,12 @@ only after the reasoning, if the request names the tokens around it.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Protocol
 
 from milepost.engine.text.token_texts import INCOMPLETE, TokenTexts
 from milepost.sampling_params import ReasoningTokens, SamplingParams
 
 _MAX_PENDING = 32
 """Largest number of tokens that wait for the rest of a character, which has four bytes at most."""
-
-
-class Detokenizer(Protocol):
-    """The text of one answer, as its tokens come."""
-
-    def append(self, token_id: int) -> str | None: ...
-    def append_stop(self, token_id: int) -> None: ...
-    def flush(self) -> None: ...
-    def delta(self) -> str: ...
-    @property
-    def text(self) -> str: ...
 
 
 def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> Detokenizer:
@@ -38,8 +26,6 @@ def detokenizer_for(texts: TokenTexts | None, params: SamplingParams) -> Detoken
 
 class NoText:
     """Stands for a `TextDetokenizer` where answers are token ids only."""
-
-    text = ""
 
     def append(self, token_id: int) -> None:  # noqa: ARG002
         return None
@@ -73,20 +59,16 @@ class TextDetokenizer:
         self._keeps_stop = params.include_stop_str_in_output
         self._num_tokens = 0
         self._safe: list[str] = []
-        self._num_handed_out = 0
+        """Text that is safe to show, since the last `delta`."""
         self._held = ""
         """Text held back because it may be the beginning of a stop string."""
         self._has_ended = False
 
-    @property
-    def text(self) -> str:
-        """The text that is safe to show: after the end all of it, before it what cannot change."""
-        return "".join(self._safe)
-
     def delta(self) -> str:
-        """The part of `text` that no earlier call returned."""
-        start, self._num_handed_out = self._num_handed_out, len(self._safe)
-        return "".join(self._safe[start:])
+        """Returns the text that has become safe to show since the last call: after the end all of
+        the rest, before it what cannot change."""
+        text, self._safe = "".join(self._safe), []
+        return text
 
     def append(self, token_id: int) -> str | None:
         """Adds a token. Returns the stop string that it completes, which ends the answer; the one
@@ -148,6 +130,10 @@ class TextDetokenizer:
         self._held = ""
         self._has_ended = True
         return text
+
+
+Detokenizer = TextDetokenizer | NoText
+"""The text of one answer, as its tokens come."""
 
 
 class _Phase(Enum):
