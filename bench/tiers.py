@@ -86,7 +86,7 @@ class Bench:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing goes down and nothing comes up."""
-        offer = Offer(source=self.tiers.name)
+        offer = Offer(source=self.tiers.loads.name)
         with (
             mock.patch.object(self.tiers, "offer", partial(nothing, offer)),
             mock.patch.object(self.tiers, "note", partial(nothing, None)),
@@ -104,7 +104,7 @@ def long(bench: Bench) -> Iterator[dict[str, Any]]:
         seconds, (output,) = bench.ask([prompt], 1)
         report = output.cache_report
         yield {"turn": turn, "ms": 1e3 * seconds, "reused": report.reused, "from": report.loaded}
-    rates = bench.tiers.rates
+    rates = bench.tiers.holdings.rates
     yield {"host_gb_per_s": rates.host_bytes_per_s / 1e9, "tokens_per_s": rates.tokens_per_s}
 
 
@@ -168,7 +168,7 @@ def disk(bench: Bench) -> Iterator[dict[str, Any]]:
         taken: dict[str, float] = {}
         for name in ("read", "load"):
             bench.forget_host()
-            bench.tiers.rates = MeasuredRates(disk_bytes_per_s=1e12)
+            bench.tiers.holdings.rates = MeasuredRates(disk_bytes_per_s=1e12)
             if turn == "cold":
                 _drop(files)
             if name == "read":
@@ -243,7 +243,7 @@ def _run(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     )
     config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
     bench = Bench(llm, arguments.seed, config["vocab_size"])
-    limits = bench.tiers.limits
+    limits = bench.tiers.holdings.limits
     row = {"startup_s": time.perf_counter() - start, "host_pages": limits.num_host_pages}
     print(json.dumps(row | {"host_states": limits.num_host_states}), flush=True)
     all_names = [name for name in WORKLOADS if name != "disk" or arguments.disk_dir is not None]

@@ -239,7 +239,7 @@ def opened(folder: Path, options: dict[str, Any]) -> LLM:
     tiering = tiering_of(llm.llm_engine)
     if tiering is not None:
         # Nothing is worth computing.
-        tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        tiering.tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     return llm
 
 

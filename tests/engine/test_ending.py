@@ -51,7 +51,7 @@ def num_found(tiny, folder, way, turns) -> int:
     """How many conversations another engine finds whole on disk."""
     with open_llm(tiny.folder, **programs.options(folder, way)) as llm:
         rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
-        tiering_of(llm.llm_engine).tiers.rates = rates
+        tiering_of(llm.llm_engine).tiers.holdings.rates = rates
         outputs = llm.generate([prompt(turn) for turn in turns], greedy(2), use_tqdm=False)
     return sum(output.cache_report.loaded == {"disk": END} for output in outputs)
 

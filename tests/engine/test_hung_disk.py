@@ -65,7 +65,7 @@ def gate(monkeypatch):
 def opened(tiny, folder):
     llm = tiny.open(num_pages=14, num_slots=4, max_num_seqs=3, cache_dir=str(folder))
     tiers = tiering_of(llm.llm_engine).tiers
-    tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
+    tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)  # nothing is worth computing
     return llm, tiering_of(llm.llm_engine), tiers
 
 

@@ -74,7 +74,7 @@ def test_what_an_earlier_engine_left_on_disk_is_computed(tmp_path):
     found = []
     for _ in range(2):
         engine = Engine(config)
-        tiering_of(engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        tiering_of(engine).tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
         output = scored(engine, TOKENS).output()
         assert output.num_cached_tokens == 0
         found.append(output.prompt_logprobs)

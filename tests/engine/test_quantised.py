@@ -30,7 +30,9 @@ def opened(folder: Path, **options: object) -> LLM:
     sizes = {"num_pages": 32, "num_slots": 8, "max_num_seqs": 4, "dtype": "float64"}
     llm = open_llm(folder, **{**sizes, **options})
     if tiering_of(llm.llm_engine) is not None:  # nothing is worth computing
-        tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        tiering_of(llm.llm_engine).tiers.holdings.rates = MeasuredRates(
+            tokens_per_s=1.0, load_s=0.0
+        )
     return llm
 
 

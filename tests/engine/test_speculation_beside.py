@@ -137,7 +137,7 @@ class Asked:
         llm = self._tiny.open(**self._options)
         if tiering_of(llm.llm_engine) is not None:  # nothing is worth computing
             rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
-            tiering_of(llm.llm_engine).tiers.rates = rates
+            tiering_of(llm.llm_engine).tiers.holdings.rates = rates
         return llm if self._known is None else consult(llm, Oracle(self._known, errs))
 
     def known(self) -> Known:

@@ -53,7 +53,7 @@ def opened(tiny, **options):
     llm = tiny.open(max_num_seqs=3, **({"cache_host_gib": 0.05} | options))
     tiering = tiering_of(llm.llm_engine)
     if tiering is not None:
-        tiering.tiers.rates = MeasuredRates(
+        tiering.tiers.holdings.rates = MeasuredRates(
             tokens_per_s=1.0, load_s=0.0
         )  # nothing is worth computing
     return llm

@@ -40,7 +40,7 @@ def test_round_trip(tiny, memory):
     )
     engine = llm.llm_engine
     tiering = tiering_of(engine)
-    tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    tiering.tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     (first,) = ask(llm, tokens(700), params=greedy(20))
     turn = [*tokens(700), *first.outputs[0].token_ids, *tokens(40, 1)]
     (on_device,) = ask(llm, turn, params=greedy(8))

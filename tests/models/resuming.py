@@ -94,7 +94,7 @@ def answer_from_host_memory(folder: Path) -> None:
     llm = open_llm(folder, num_slots=8, num_pages=16, cache_host_gib=0.05)
     (cold,) = ask(llm, tokens(300), params=greedy(6))
     assert llm.llm_engine.scheduler.cache.reset()
-    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    tiering_of(llm.llm_engine).tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     (again,) = ask(llm, tokens(300), params=greedy(6))
     assert sum(again.cache_report.loaded.values()) > 0
     assert answer(again) == answer(cold)

@@ -186,7 +186,7 @@ def test_what_left_the_device_comes_back_with_its_windows(tiny, tmp_path, sizes)
     for source, position in (("host", 108), ("disk", 128)):
         llm = tiny.open(**options)
         tiering = tiering_of(llm.llm_engine)
-        tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+        tiering.tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
         if source == "host":
             (first,) = ask(llm, tokens(100), params=greedy(9))
             for seed in range(5, 9):

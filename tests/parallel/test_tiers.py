@@ -37,7 +37,7 @@ def opened(tiny, **options):
     defaults = {"num_pages": 14, "num_slots": 4, "max_num_seqs": 3, "cache_host_gib": 0.05}
     llm = tiny.open(tensor_parallel_size=2, **(defaults | options))
     # Nothing is worth computing.
-    tiering_of(llm.llm_engine).tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    tiering_of(llm.llm_engine).tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     return llm
 
 

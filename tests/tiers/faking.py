@@ -51,7 +51,7 @@ class FakeTransfers:
         self.writing: list[tuple[Item, Item]] = []
         runner.store = self.store
         scheduler.outside.add_keeper(tiers)
-        scheduler.outside.add_source(tiers)
+        scheduler.outside.add_source(tiers.loads)
         finds = Finds(tiers.holdings.head, lambda _: False)
         finds.add(
             FileName(what=what, key=key, parent=parent, position=position)

@@ -252,7 +252,7 @@ class FaultyTransfers:
     def __init__(
         self, scheduler: Scheduler, runner: FakeRunner, tiers: Tiers, folder: pathlib.Path
     ) -> None:
-        limits = tiers.limits
+        limits = tiers.holdings.limits
         self.host = host_memory(limits.num_host_pages, limits.num_host_states)
         runner.transfers = {}
         runner.filled = lambda *_: None
@@ -267,7 +267,7 @@ class FaultyTransfers:
         self.threads: tuple[Threads, ...] = (self.disk._readers, self.disk._writer)
         runner.store = lambda store: self.transfers.store([store])
         scheduler.outside.add_keeper(tiers)
-        scheduler.outside.add_source(tiers)
+        scheduler.outside.add_source(tiers.loads)
 
     def launch(self, plan: StepPlan) -> None:
         for load in plan.loads:

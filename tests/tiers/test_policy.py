@@ -386,7 +386,7 @@ def random_run(seed, num_operations, window=0):
     while engine.transfers.storing or engine.transfers.loading:
         engine.transfers.settle()
     engine.transfers.write()
-    if engine.tiers.limits.num_disk_pages:
+    if engine.tiers.holdings.limits.num_disk_pages:
         known = {(item.what, item.key) for item in engine.tiers.disk}
         assert files.held.keys() <= known, "a file that nobody knows takes room for ever"
     assert not any(item.pins for tier in (engine.tiers.host, engine.tiers.disk) for item in tier)

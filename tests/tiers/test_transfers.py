@@ -89,7 +89,7 @@ def late(tiny, monkeypatch):
         num_pages=14, num_slots=4, max_num_seqs=3, max_num_batched_tokens=128, cache_host_gib=0.05
     )
     tiering = tiering_of(llm.llm_engine)
-    tiering.tiers.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
+    tiering.tiers.holdings.rates = MeasuredRates(tokens_per_s=1.0, load_s=0.0)
     poll = tiering.transfers.poll
 
     def go_on_sometimes(_=0.0):
@@ -200,7 +200,9 @@ def alone(late, monkeypatch):
     llm, link = late
     engine, transfers = llm.llm_engine, tiering_of(llm.llm_engine).transfers
     del transfers.wait
-    transfers._tiers.rates = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0)
+    transfers._tiers.holdings.rates = MeasuredRates(
+        tokens_per_s=1.0, host_bytes_per_s=1e12, load_s=0.0
+    )
     launch = engine.runner.launch
 
     def begun(plan, before=None):

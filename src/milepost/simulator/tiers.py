@@ -73,7 +73,7 @@ class Copies:
         )
         self.tiers = Tiers(cache, limits, rates, cost.tower)
         scheduler.outside.add_keeper(self.tiers)
-        scheduler.outside.add_source(self.tiers)
+        scheduler.outside.add_source(self.tiers.loads)
         self._free_s: dict[TierLink, float] = dict.fromkeys(("down", "up", "write", "read"), 0.0)
         self._under_way: list[tuple[float, int, Callable[[], None]]] = []
         self._num_begun = 0
@@ -90,7 +90,7 @@ class Copies:
             end_s = self._cross("down", now_s, self._bytes(store.what))
             self._at(end_s, partial(self.tiers.stores.stored, store.what, store.key))
         for load in plan.loads:
-            if load.source == self.tiers.name:
+            if load.source == self.tiers.loads.name:
                 self._load(load, now_s)
         self._write(now_s)
 

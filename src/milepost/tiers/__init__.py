@@ -2,7 +2,7 @@
 of the first two rows are pure: they make the decisions, and know neither tensors nor files.
 
     decisions                   policy, stores, writes, loads, reach, page_graph
-    contents                    holdings, tier, places
+    contents                    holdings, tier
     copies                      transfers, device_copies, arena
     files                       disk, finding, files, file_format, threads
     several ranks               orders, rank_worker

@@ -39,28 +39,6 @@ CopyList = Sequence[tuple[Arena, Arena, ItemRun]]
 """Copies to make, each as: target, source, and what."""
 
 
-class HostLink(Protocol):
-    """A link between the device and host memory."""
-
-    needs_staging: bool
-
-    def now(self) -> DeviceEvent:
-        """Returns an event that passes once all launched steps are done."""
-        ...
-
-    def order(self, event: DeviceEvent) -> None:
-        """Makes steps that are launched from now on wait for an event."""
-        ...
-
-    def copy(self, copies: CopyList) -> None:
-        """Copies now, ordered with the steps."""
-        ...
-
-    def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:
-        """Copies in parallel with the steps, once an event has passed."""
-        ...
-
-
 class Passed:
     """An event that has passed, after copies lasting `seconds`."""
 
@@ -83,16 +61,20 @@ class DirectLink:
     needs_staging = False
 
     def now(self) -> DeviceEvent:
+        """Returns an event that passes once all launched steps are done."""
         return Passed()
 
     def order(self, event: DeviceEvent) -> None:
+        """Makes steps that are launched from now on wait for an event."""
         event.synchronize()
 
     def copy(self, copies: CopyList) -> None:
+        """Copies now, ordered with the steps."""
         for target, source, run in copies:
             target.copy(source, run)
 
     def copy_behind(self, event: DeviceEvent, copies: CopyList, *, up: bool) -> DeviceEvent:  # noqa: ARG002
+        """Copies in parallel with the steps, once an event has passed."""
         event.synchronize()
         begun_s = time.perf_counter()
         self.copy(copies)
@@ -156,7 +138,7 @@ class DeviceHostCopies:
     """
 
     def __init__(
-        self, device: Arena, host: Arena, link: HostLink, num_staged: tuple[int, int]
+        self, device: Arena, host: Arena, link: DirectLink, num_staged: tuple[int, int]
     ) -> None:
         self.host, self._device, self._link = host, device, link
         self.staging: Arena | None = None

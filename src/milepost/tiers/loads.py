@@ -71,12 +71,14 @@ class _LoadCandidate:
 
 
 class Loads:
-    """Offers the parts of a prompt that `holdings` have, and names the source of each."""
+    """A source of the scheduler: offers the parts of a prompt that `holdings` have, and names where
+    each is."""
 
-    def __init__(self, holdings: Holdings, source: str, cost: TowerCost = PLAIN_COST) -> None:
+    name = "tiers"
+
+    def __init__(self, holdings: Holdings, cost: TowerCost = PLAIN_COST) -> None:
         self._holdings = holdings
         self._cost = cost
-        self._source = source
         self._size = holdings.page_size
         self._loads: dict[int, _Load] = {}
         self._offered: dict[int, tuple[_Asked, Offer]] = {}
@@ -120,7 +122,7 @@ class Loads:
             if saved > best_saved:
                 best_saved = saved
                 tokens = self._by_tier(each, here, num_far)
-                best = Offer(source=self._source, position=each.position, tokens=tokens)
+                best = Offer(source=self.name, position=each.position, tokens=tokens)
             if num_compared == MAX_CANDIDATES:
                 break
         if best is not None:
@@ -128,7 +130,7 @@ class Loads:
         lost = [(Lost.NOT_WORTH_LOADING, deepest)] if deepest > here else []
         if late > deepest:
             lost.insert(0, (Lost.LATE_COPY, late))
-        return Offer(source=self._source, lost=tuple(lost))
+        return Offer(source=self.name, lost=tuple(lost))
 
     def _by_tier(self, candidate: _LoadCandidate, here: int, num_far: int) -> dict[str, int]:
         """Returns how many of a load's tokens would come from each tier."""

@@ -7,25 +7,20 @@ while it is read or written. Places are numbers in the host's arena, the same on
 
 from __future__ import annotations
 
-from milepost.cache import Cache, Match
+from milepost.cache import Cache
 from milepost.cache.events import Event
 from milepost.scheduler.encoders import PLAIN_COST, TowerCost
-from milepost.scheduler.outside import Offer
-from milepost.scheduler.plans import Load, Store
-from milepost.scheduler.request import Request
-from milepost.tiers.holdings import Holdings, MeasuredRates, TierLimits, TierStats
+from milepost.scheduler.plans import Store
+from milepost.tiers.holdings import Holdings, MeasuredRates, TierLimits
 from milepost.tiers.loads import Loads
 from milepost.tiers.reach import Reach
 from milepost.tiers.stores import Stores
-from milepost.tiers.tier import Tier
 from milepost.tiers.writes import Writes
 
 
 class Tiers:
-    """A keeper and a source of the scheduler: stores pages and states evicted from `cache`, and
-    loads them."""
-
-    name = "tiers"
+    """A keeper of the scheduler, which stores pages and states evicted from `cache`; `loads` is the
+    source that loads them."""
 
     def __init__(
         self,
@@ -40,36 +35,14 @@ class Tiers:
             page_size=cache.page_size,
             has_states=cache.slots_each > 0,
         )
-        self.loads = Loads(self.holdings, self.name, cost)
+        self.host, self.disk = self.holdings.host, self.holdings.disk
+        self.stats = self.holdings.stats
+        self.loads = Loads(self.holdings, cost)
         self.writes = Writes(self.holdings)
         self.stores = Stores(cache, self.holdings, self.writes.want)
         self.reach: Reach | None = None
         """The pages that can be resumed from; created once somebody listens to events."""
         self._cache = cache
-
-    @property
-    def host(self) -> Tier:
-        return self.holdings.host
-
-    @property
-    def disk(self) -> Tier:
-        return self.holdings.disk
-
-    @property
-    def limits(self) -> TierLimits:
-        return self.holdings.limits
-
-    @property
-    def rates(self) -> MeasuredRates:
-        return self.holdings.rates
-
-    @rates.setter
-    def rates(self, rates: MeasuredRates) -> None:
-        self.holdings.rates = rates
-
-    @property
-    def stats(self) -> TierStats:
-        return self.holdings.stats
 
     def clear(self, *, with_files: bool) -> None:
         """Drops everything in host memory, and with `with_files` everything on disk. No store or
@@ -79,18 +52,7 @@ class Tiers:
         if with_files:
             self.writes.clear()
 
-    # --- a source ---------------------------------------------------------------------------------
-
-    def offer(self, request: Request, match: Match) -> Offer:
-        return self.loads.offer(request, match)
-
-    def begin(self, load: Load) -> None:
-        self.loads.begin(load)
-
-    def end(self, number: int) -> None:
-        self.loads.end(number)
-
-    # --- the keeper -------------------------------------------------------------------------------
+    # --- the keeper's part ------------------------------------------------------------------------
 
     def listen(self) -> None:
         if self.reach is None:

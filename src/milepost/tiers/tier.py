@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from milepost.cache.plans import What
-from milepost.tiers.places import FreePlaces, budget_of
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,6 +34,21 @@ class Item:
     pins: int = 0
     is_gone: bool = False
     """Whether it was removed; its place stays taken while it is pinned."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FreePlaces:
+    """Free places of one kind."""
+
+    capacity: int
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.capacity - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - len(self.free)
 
 
 class OnChange(Protocol):
@@ -122,7 +136,7 @@ class Tier:
 
     def add(self, what: What, key: bytes, parent: bytes, tokens: bytes, position: int) -> Item:
         """Adds an item, for which there must be room. Its contents are not there yet."""
-        place = self.budgets[budget_of(what)].free.pop()
+        place = self._budget(what).free.pop()
         item = Item(
             key=key, what=what, parent=parent, tokens=tokens, position=position, place=place
         )
@@ -209,7 +223,10 @@ class Tier:
                 self._free(item)
 
     def _free(self, item: Item) -> None:
-        self.budgets[budget_of(item.what)].free.append(item.place)
+        self._budget(item.what).free.append(item.place)
+
+    def _budget(self, what: What) -> FreePlaces:
+        return self.budgets["states" if what == "state" else "pages"]
 
     def remove(self, item: Item) -> None:
         """Removes an item that is no longer there, whatever depends on it."""
@@ -246,13 +263,10 @@ class Tier:
     def _evict_state(self, gone: list[Item]) -> bool:
         for order in (self._superseded, self._newest):
             for item in order.values():
-                if not item.pins and not self._is_tail_pinned(item):
+                tail = self._items["tail"].get(item.key)
+                if not item.pins and not (tail is not None and tail.pins):
                     return self._evict(item, gone)
         return False
-
-    def _is_tail_pinned(self, state: Item) -> bool:
-        tail = self._items["tail"].get(state.key)
-        return tail is not None and tail.pins > 0
 
     def _evict(self, item: Item, gone: list[Item]) -> bool:
         """Evicts an item, and a state's tail with it."""

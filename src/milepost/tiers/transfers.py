@@ -101,7 +101,7 @@ class TierTransfers:
         self._storing: deque[_Storing] = deque()
         self._loading: list[_Loading] = []
         self.num_pages_brought = 0
-        runner.transfers[tiers.name] = self
+        runner.transfers[tiers.loads.name] = self
 
     @property
     def is_busy(self) -> bool:
@@ -184,7 +184,7 @@ class TierTransfers:
         for loading in self._loading:
             if loading.done is None or loading.is_over or self._ask is not None:
                 continue
-            if self._tiers.rates.load_seconds(self._num_bytes(loading), 0) <= HASTE_S:
+            if self._tiers.holdings.rates.load_seconds(self._num_bytes(loading), 0) <= HASTE_S:
                 self.copies.order(loading.done)
                 is_any = self._arrive(loading) or is_any
         return is_any
@@ -256,7 +256,7 @@ class TierTransfers:
         self.num_pages_brought += sum(arrival.what != "state" for arrival in loading.load.arrivals)
         seconds = loading.done.seconds()
         if seconds is not None:
-            self._tiers.rates.copied(self._num_bytes(loading), seconds)
+            self._tiers.holdings.rates.copied(self._num_bytes(loading), seconds)
 
     def _num_bytes(self, loading: _Loading) -> int:
         return sum(self.copies.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)

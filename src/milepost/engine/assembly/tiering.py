@@ -77,12 +77,12 @@ def tier_state_of(
         return None
     # Imported where it is used: most engines have none.
     from milepost.tiers.arena import allocate_host, device_memory
-    from milepost.tiers.device_copies import CudaLink, DeviceHostCopies, DirectLink, HostLink
+    from milepost.tiers.device_copies import CudaLink, DeviceHostCopies, DirectLink
     from milepost.tiers.holdings import split
 
     files = _files(config.cache_dir, identity, ranks.rank)
     device, memory = runner.pools.device, device_memory(runner.pools, shape.windows_each)
-    link: HostLink = CudaLink(device) if device.type == "cuda" else DirectLink()
+    link = CudaLink(device) if device.type == "cuda" else DirectLink()
     num_bytes = config.host_bytes // ranks.size
     num_pages, num_states = split(num_bytes, memory.pages.item_bytes, memory.state_bytes)
     host = None
@@ -112,13 +112,13 @@ def tier_worker_of(
     """Returns the worker of a rank other than the first; None without tiers."""
     if tier_state is None:
         return None
-    from milepost.tiers.policy import Tiers
+    from milepost.tiers.loads import Loads
     from milepost.tiers.rank_worker import RankTierWorker
 
     device = runner.pools.device
     begin_thread = partial(torch.cuda.set_device, device) if device.type == "cuda" else int
     tier_worker = RankTierWorker(runner, tier_state.copies, tier_state.files, answer, begin_thread)
-    runner.transfers[Tiers.name] = tier_worker
+    runner.transfers[Loads.name] = tier_worker
     return tier_worker
 
 

@@ -4,7 +4,7 @@ runs the tiers: loads and stores between steps, and how fast they are."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ class Tiering(OffDevice):
         """Ends every load, since an interrupted plan may or may not have begun it."""
         self.transfers.end_loads()
         for number, (_, offer) in list(self._scheduler.outside.loading.items()):
-            if offer.source == self.tiers.name:
+            if offer.source == self.tiers.loads.name:
                 self._scheduler.failed(number)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
@@ -101,7 +101,7 @@ class Tiering(OffDevice):
         num_tokens = sum(s.num_tokens for s in plan.sequences if not s.is_decode)
         if num_tokens >= MIN_TOKENS:
             work = self._scheduler.tower_cost.of_step(plan)
-            self.tiers.rates.computed(num_tokens + work, seconds)
+            self.tiers.holdings.rates.computed(num_tokens + work, seconds)
 
     def metrics(self) -> list[Metric]:
         """Returns counters of what was copied, and how full each tier is."""
@@ -178,7 +178,7 @@ def tiering_of(
     tiers = Tiers(outside.cache, limits, cost=scheduler.tower_cost)
     disk = None if state.files is None else Disk(state.files, tiers, host, ask)
     outside.add_keeper(tiers)
-    outside.add_source(tiers)
+    outside.add_source(tiers.loads)
     transfers = TierTransfers(scheduler, runner, tiers, state.copies, disk, ask)
     logger.info(
         "tiers: %d pages and %d states in host memory, %d items on disk",
@@ -208,9 +208,3 @@ def open_off_device(
             tell = lambda body: ask(AnnexCommand(body))  # noqa: E731
         exchange = parts.access.off_device(scheduler, parts.runner, enter, tell)
     return tuple(part for part in (tiers, exchange, events) if part is not None)
-
-
-def close_off_device(parts: Sequence[OffDevice], *, is_whole: bool) -> None:
-    """Closes all parts, as `OffDevice.close` says."""
-    for part in parts:
-        part.close(is_whole=is_whole)
