@@ -53,7 +53,7 @@ class _Parts:
     """Problem of this rank's part."""
 
 
-class AllRanks:
+class AllRanks(Transport):
     """A `Transport` over all ranks: `own` moves this rank's part, and `ask` has the other ranks
     move theirs. `endpoints` are those of all ranks, in order.
     """

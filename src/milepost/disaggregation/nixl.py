@@ -11,7 +11,7 @@ import numpy as np
 
 from milepost.disaggregation.messages import Layout
 from milepost.disaggregation.registered_pools import RegisteredMemory
-from milepost.disaggregation.transport import TransferError
+from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import ConfigError, missing
 
 CHECKS = 64
@@ -20,10 +20,9 @@ CHECKS = 64
 """
 
 
-class Nixl:
-    """A transport through NIXL. Raises ConfigError if NIXL is not installed or lacks all of the
-    backends.
-    """
+class Nixl(Transport):
+    """A transport through NIXL. Whoever has the metadata can read all registered memory, lent or
+    not. Raises ConfigError if NIXL is not installed or lacks all of the backends."""
 
     name = "nixl"
 
@@ -112,23 +111,12 @@ class Nixl:
         with contextlib.suppress(*self._errors):  # the reader sees the outcome
             self._agent.get_new_notifs()
 
-    def stop_progress(self) -> None:
-        pass
-
     def cancel(self, transfer: Any) -> bool:
         try:
             self._agent.release_xfer_handle(transfer)
         except self._errors:
             return False
         return True
-
-    def lend(
-        self, lease: str, pages: tuple[int, ...], slot: int | None, windows: tuple[int, ...] = ()
-    ) -> None:
-        pass  # whoever has the metadata can read all registered memory, without a check
-
-    def end_loan(self, lease: str) -> None:
-        pass
 
     def close(self) -> None:
         self._agent.release_dlist_handle(self._own)

@@ -21,7 +21,7 @@ from milepost.disaggregation.door import Complaints
 from milepost.disaggregation.messages import BadMessageError, Layout, decoded
 from milepost.disaggregation.registered_pools import PieceViews, RegisteredMemory
 from milepost.disaggregation.socket_reading import SocketReading, fill, seconds_left
-from milepost.disaggregation.transport import TransferError
+from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import ConfigError
 from milepost.kv_config import KVTransferConfig
 
@@ -52,10 +52,9 @@ class _RefusedError(Exception):
     """A reader asks for memory that is not lent to it."""
 
 
-class Sockets:
-    """A transport over TCP. Raises ConfigError for GPU memory, or an address that cannot be
-    used.
-    """
+class Sockets(Transport):
+    """A transport over TCP, whose threads make progress by themselves. Raises ConfigError for GPU
+    memory, or an address that cannot be used."""
 
     name = "socket"
 
@@ -73,9 +72,6 @@ class Sockets:
         self._complaints = Complaints(time.monotonic)
         threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
 
-    def enter(self) -> None:
-        pass
-
     def metadata(self) -> bytes:
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(host, port))
@@ -88,9 +84,6 @@ class Sockets:
         if address.host not in self._peers or not 0 < address.port < 2**16:
             raise TransferError(f"{address.host!r}, port {address.port}: no peer's address")
         return address.host, address.port
-
-    def remove_peer(self, peer: tuple[str, int]) -> None:
-        pass
 
     def begin(
         self, peer: tuple[str, int], lease: str, local: list[int], remote: list[int]
@@ -112,12 +105,6 @@ class Sockets:
         if transfer.error:
             raise TransferError(transfer.error)
         return True
-
-    def make_progress(self) -> None:
-        pass  # the threads make progress
-
-    def stop_progress(self) -> None:
-        pass
 
     def cancel(self, transfer: SocketReading) -> bool:
         return transfer.cancel()
