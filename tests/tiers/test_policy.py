@@ -17,12 +17,11 @@ from milepost.cache.tree import (
     num_window_pages,
 )
 from milepost.pictures import Picture
-from milepost.scheduler.encoders import TowerCost
+from milepost.scheduler.encoders import PLAIN_COST, TowerCost
 from milepost.scheduler.request import FinishReason
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers import loads as loads_module
 from milepost.tiers.holdings import MeasuredRates, TierLimits
-from milepost.tiers.loads import Loads
 from milepost.tiers.policy import Tiers
 from milepost.tiers.stores import MIN_SCORE
 from tests.fakes import FakeRunner, cold_answer, make_request
@@ -37,7 +36,7 @@ FREE = MeasuredRates(tokens_per_s=1.0, host_bytes_per_s=1e12, disk_bytes_per_s=1
 class Engine:
     def __init__(self, *, num_pages=12, num_slots=3, pages_each=0, host=(40, 8), disk=(0, 0),
                  beside=False, window=0, files=None, rates=FREE, under_way=(64, 4),
-                 transfers_of=FakeTransfers):  # fmt: skip
+                 cost=PLAIN_COST, transfers_of=FakeTransfers):  # fmt: skip
         kinds = (
             FullAttention(),
             ShortConvolution(grid=PAGE_SIZE) if beside else Recurrent(grid=64),
@@ -64,7 +63,7 @@ class Engine:
             num_disk_pages=disk[0], num_disk_states=disk[1],
             max_pages_under_way=under_way[0], max_states_under_way=under_way[1],
         )  # fmt: skip
-        self.tiers = Tiers(self.cache, limits, rates)
+        self.tiers = Tiers(self.cache, limits, rates, cost)
         self.transfers = transfers_of(self.scheduler, self.runner, self.tiers, files)
         self.requests = []
 
@@ -146,8 +145,7 @@ def test_what_a_picture_takes_to_encode_counts_as_computing(times, place):
     rates = MeasuredRates(
         tokens_per_s=100.0, host_bytes_per_s=1e12, disk_bytes_per_s=1e12, load_s=1.3
     )
-    engine = Engine(host=(200, 20), rates=rates)
-    engine.tiers.loads = Loads(engine.tiers.holdings, "tiers", TowerCost(linear=times))
+    engine = Engine(host=(200, 20), rates=rates, cost=TowerCost(linear=times))
     shown = Picture(
         identity=bytes(16), offset=20, num_tokens=60, grid=(1, 2, 120), num_positions=60
     )

@@ -49,7 +49,7 @@ class Threads:
         try:
             Thread(target=_run, args=given, name=name, daemon=True).start()
         except RuntimeError as error:
-            logger.error("tiers: %s: %s", name, error)
+            logger.error("%s: %s", name, error)
         else:
             self._num_threads += 1
 

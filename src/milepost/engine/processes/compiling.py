@@ -1,65 +1,63 @@
-"""Compiles the forms of answers and tokenizes their bad words, in threads beside the steps."""
+"""Compiles the forms of answers and tokenizes their bad words, in a thread beside the steps."""
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
+from concurrent.futures import Future
+from contextlib import suppress
 
 from milepost.engine.constraints import CompiledForm
 from milepost.engine.loop import Engine
 from milepost.engine.processes.wire import Add
+from milepost.tiers.threads import Threads
 
 
 class Compiling:
-    """Prepares requests in a thread, one after the other; `done` can be read when one is."""
+    """Prepares requests in a thread, one after the other; `done` can be read when one is. The first
+    request starts the thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._wanted: queue.SimpleQueue[Add] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[tuple[Add, CompiledForm | None, str]] = queue.SimpleQueue()
+        self._thread = Threads(1, "forms")
+        self._pending: dict[int, tuple[Add, Future[CompiledForm | None]]] = {}
         self.done, self._bell = socket.socketpair()
-        self._pending: set[int] = set()
-        self._thread: threading.Thread | None = None
 
     def begin(self, message: Add) -> None:
-        """Begins to prepare a request. The first one starts the thread, which is not waited for at
-        the end."""
-        self._pending.add(message.number)
-        self._wanted.put(message)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="forms", daemon=True)
-            self._thread.start()
+        """Begins to prepare a request."""
+        prepared = self._thread.submit(self._engine.prepare, message.params)
+        self._pending[message.number] = message, prepared
+        prepared.add_done_callback(self._ring)
+
+    def _ring(self, _prepared: Future[CompiledForm | None]) -> None:
+        with suppress(OSError):  # closed meanwhile
+            self._bell.send(b".")
 
     def forget(self, number: int) -> None:
-        self._pending.discard(number)
+        """Drops a request, and does not prepare it if that has not begun."""
+        if number in self._pending:
+            _, prepared = self._pending.pop(number)
+            prepared.cancel()
 
     def close(self) -> None:
         """Stops. A form that is being compiled is left to its thread, which ends with
         the process."""
+        self._thread.close()
         self.done.close()
-        if self._thread is None:
-            self._bell.close()
+        self._bell.close()
 
     def take(self) -> list[tuple[Add, CompiledForm | None, str]]:
         """Returns the requests that are compiled, each with its form or what is wrong with it."""
         self.done.recv(4096)
-        found = []
-        while not self._made.empty():
-            made = self._made.get()
-            if made[0].number in self._pending:
-                self._pending.discard(made[0].number)
-                found.append(made)
-        return found
+        made = [number for number, (_, prepared) in self._pending.items() if prepared.done()]
+        return [_outcome(*self._pending.pop(number)) for number in made]
 
-    def _run(self) -> None:
-        while True:
-            message = self._wanted.get()
-            form, problem = None, ""
-            if message.number in self._pending:
-                try:
-                    form = self._engine.prepare(message.params)
-                except BaseException as error:  # noqa: BLE001 - a panic in llguidance is one too
-                    problem = str(error) or repr(error)
-            self._made.put((message, form, problem))
-            self._bell.send(b".")
+
+def _outcome(
+    message: Add, prepared: Future[CompiledForm | None]
+) -> tuple[Add, CompiledForm | None, str]:
+    if prepared.cancelled():
+        return message, None, "the system has no thread to compile it"
+    error = prepared.exception()  # a panic in llguidance is no Exception
+    if error is not None:
+        return message, None, str(error) or repr(error)
+    return message, prepared.result(), ""
