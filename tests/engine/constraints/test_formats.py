@@ -5,7 +5,7 @@ import json
 import pytest
 
 from milepost.engine.constraints import Forms, vocabulary_of, without_unknown_formats
-from milepost.engine.constraints.formats import ENFORCED
+from milepost.engine.constraints.grammars import ENFORCED
 from milepost.errors import InvalidRequestError
 from milepost.structured_outputs import StructuredOutputs
 from tests import chatmodel

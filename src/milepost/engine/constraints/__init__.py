@@ -2,16 +2,16 @@
 Its modules:
 
     one answer's masks          guide, guidance, restrictions
-    forms as grammars           grammars, formats
+    forms as grammars           grammars
     in a process of its own     process
 """
 
-from milepost.engine.constraints.formats import without_unknown_formats
 from milepost.engine.constraints.grammars import (
     JSON_OPTIONS,
     CompiledForm,
     Forms,
     vocabulary_of,
+    without_unknown_formats,
 )
 from milepost.engine.constraints.guidance import FormGuide, Mask, form_masks
 from milepost.engine.constraints.guide import Guide, masks, masks_along

@@ -20,9 +20,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
-from milepost.engine.constraints.formats import without_unknown_formats
 from milepost.errors import ConfigError, InvalidRequestError, missing
 from milepost.structured_outputs import StructuredOutputs
 
@@ -125,6 +124,43 @@ def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
         return "lark", wanted.grammar
     options = " | ".join(json.dumps(choice) for choice in wanted.choice or ())
     return "lark", f"start: {options}"
+
+
+ENFORCED: Final = frozenset((
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri",
+    "uuid",
+))  # fmt: skip
+"""Formats of strings in a JSON schema that llguidance enforces. It refuses all others, which
+validators skip; schemas that libraries make are full of them (`password`, `binary`, `regex`)."""
+_DATA: Final = frozenset(("const", "default", "enum", "example", "examples"))
+"""Keywords whose values are no schemas."""
+_NAMED: Final = frozenset((
+    "$defs", "definitions", "dependentSchemas", "patternProperties", "properties",
+))  # fmt: skip
+"""Keywords whose values map names to schemas."""
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Returns a copy of a schema without the formats that are not enforced."""
+    top: list[Any] = [schema]
+    todo: list[tuple[Any, Any, bool]] = [(top, 0, True)]
+    while todo:
+        holder, place, is_schema = todo.pop()
+        value = holder[place]
+        if isinstance(value, Mapping):
+            copy: Any = dict(value)
+            format_ = copy.get("format")
+            if is_schema and isinstance(format_, str) and format_ not in ENFORCED:
+                del copy["format"]
+            inside = (key for key in copy if not (is_schema and key in _DATA))
+            todo += [(copy, key, not (is_schema and key in _NAMED)) for key in inside]
+        elif isinstance(value, list):
+            copy = list(value)
+            todo += [(copy, index, True) for index in range(len(copy))]
+        else:
+            continue
+        holder[place] = copy
+    return top[0]
 
 
 class Compiler:

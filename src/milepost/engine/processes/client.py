@@ -142,7 +142,8 @@ class EngineClient:
             validate(prompt, params, self.limits)
         numbers = range(self._num_requests, self._num_requests + len(prompts))
         self._num_requests += len(prompts)
-        stream = Stream(numbers, params.n * len(prompts), self, keeps_steps=keeps_steps)
+        num_answers = params.n * len(prompts)
+        stream = Stream(numbers, num_answers, self.forget, keeps_steps=keeps_steps)
         for number, prompt in zip(numbers, prompts, strict=True):
             for piece in self._pixels.before(prompt.pixels):
                 self._write(piece)
@@ -243,7 +244,7 @@ class EngineClient:
             while data := await self._reader.read(READ_BYTES):
                 self._questions.note_life()
                 for message in self._frames.feed(data):
-                    if isinstance(message, wire.Died):
+                    if isinstance(message, wire.Failed):
                         reason = message.message
                     self._handle(message)
         except ConnectionError:

@@ -29,7 +29,6 @@ from milepost.engine.processes.wire import (
     Abort,
     Add,
     Ask,
-    Died,
     Failed,
     Frames,
     Outputs,
@@ -269,7 +268,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., E
         try:
             engine = make_engine(config)
         except MilepostError as error:
-            sock.sendall(frame(Failed(kind=type(error).__name__, message=str(error))))
+            sock.sendall(frame(Failed.of(error)))
             raise SystemExit(1) from None
         heap.settle()
         sock.sendall(frame(_ready(engine)))
@@ -278,7 +277,7 @@ def main(config: EngineConfig, sock: socket.socket, make_engine: Callable[..., E
             loop.run()
         except EngineDeadError as error:
             logger.exception("the step loop failed")
-            loop.send(Died(message=str(error)))
+            loop.send(Failed.of(error))
             raise SystemExit(1) from None
         finally:
             loop.close()

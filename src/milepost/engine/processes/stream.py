@@ -10,18 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
 
 from milepost.engine.outputs import Output, joined
 from milepost.engine.processes.wire import Ask, Question, Reply
 from milepost.errors import MilepostError
-
-
-class Sender(Protocol):
-    """The client that a stream belongs to."""
-
-    def forget(self, stream: Stream) -> None:
-        """Drops a stream, and aborts those of its requests that are not over."""
 
 
 class Stream:
@@ -30,17 +22,23 @@ class Stream:
     Each iteration yields what has arrived since the last one: pairs of a prompt's index and its
     output, at most one per prompt. Outputs that arrive faster than they are read are joined; with
     `keeps_steps`, each is of one step, however slow the reader is. Raises the error passed to
-    `fail`, after all that arrived before it has been read. Always `close` it.
+    `fail`, after all that arrived before it has been read. Always `close` it. `forget` drops it,
+    and aborts those of its requests that are not over.
     """
 
     def __init__(
-        self, numbers: Sequence[int], num_answers: int, client: Sender, *, keeps_steps: bool = False
+        self,
+        numbers: Sequence[int],
+        num_answers: int,
+        forget: Callable[[Stream], None],
+        *,
+        keeps_steps: bool = False,
     ) -> None:
         self.numbers = tuple(numbers)
         self.num_answers = num_answers
         self.open = set(numbers)
         """Numbers of the requests whose last output has not arrived."""
-        self._client = client
+        self._forget = forget
         self._keeps_steps = keeps_steps
         self._pending: dict[int, deque[Output]] = {number: deque() for number in numbers}
         self._news = asyncio.Event()
@@ -89,7 +87,7 @@ class Stream:
 
     def abort(self) -> None:
         """Ends the stream with what has arrived so far; the engine ends its requests."""
-        self._client.forget(self)
+        self._forget(self)
         self.open.clear()
         self._news.set()
 
@@ -101,7 +99,7 @@ class Stream:
         """Aborts unfinished requests; the engine frees them before its next step."""
         if self._timer is not None:
             self._timer.cancel()
-        self._client.forget(self)
+        self._forget(self)
 
 
 WATCHES = 4

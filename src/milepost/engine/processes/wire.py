@@ -5,7 +5,7 @@ into messages and does no I/O; both sides use it. Pixels of pictures are no fram
 message `Pixels` as they are, and are neither packed nor copied whole.
 
     client -> engine    Pixels, SamePixels, Add, Abort, Ask, Stop
-    engine -> client    Ready or Failed, once; then Outputs, Refused, Reply; Died before a bad end
+    engine -> client    Ready, once; then Outputs, Refused, Reply; Failed before a bad end
 
 Every `Add` is followed by exactly one end (an Output with `finished`, or Refused), unless an
 `Abort` comes first: outputs that were under way then may still arrive, and are dropped.
@@ -144,10 +144,15 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not be built. `kind` is the name of one of our errors."""
+    """The engine could not be built, or a step failed; the process is about to end. `kind` is the
+    name of one of our errors."""
 
     kind: str
     message: str
+
+    @staticmethod
+    def of(error: MilepostError) -> Failed:
+        return Failed(kind=type(error).__name__, message=str(error))
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
@@ -182,13 +187,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     """The engine's state as JSON, for the page."""
 
 
-class Died(msgspec.Struct, tag=True, frozen=True):
-    """The step loop failed; the process is about to end."""
-
-    message: str
-
-
-ToClient = Ready | Failed | Outputs | Refused | Reply | Died
+ToClient = Ready | Failed | Outputs | Refused | Reply
 
 
 # --- frames ---------------------------------------------------------------------------------------
