@@ -133,7 +133,7 @@ def on_the_device(
     for name in TOWERS:
         shapes = shapes_of(name)
         tower, reference = made(shapes), theirs(shapes) if is_compared else None
-        most = measure_tower(tower, ImageSettings(), captures=True).graphs
+        most = measure_tower(tower, ImageSettings(), captures=True).tower_graphs
         graphs = TowerGraphs(tower, table, most_bytes=most)
         graphs.prepare()
         for picture, prepared in images.items():

@@ -72,7 +72,7 @@ def test_embeddings_are_close_to_the_reference_and_the_same_beside_others() -> N
 
 def test_graphs_have_the_bits_of_launches() -> None:
     own = tower(torch.bfloat16, "cuda")
-    most = measure_tower(own, SETTINGS, captures=True).graphs
+    most = measure_tower(own, SETTINGS, captures=True).tower_graphs
     plain, graphed = (EncodedPictures(own, SETTINGS) for _ in range(2))
     graphed.capture(most)
     for turn in range(3):

@@ -217,7 +217,7 @@ def test_graphs_have_the_bits_of_launches_and_the_memory_that_was_counted(
     """Pictures of several sizes take turns, two of one size in a step, with other pixels each
     time."""
     own = tower(size, torch.bfloat16, "cuda")
-    most = measure_tower(own, ImageSettings(), joins=joins, captures=True).graphs
+    most = measure_tower(own, ImageSettings(), joins=joins, captures=True).tower_graphs
     plain, graphed = (EncodedPictures(own, ImageSettings(), joins=joins) for _ in range(2))
     graphed.capture(most)
     sizes = [(256, 256), (480, 640), (64, 2000), (1024, 1024), (300, 420), (1000, 500)]

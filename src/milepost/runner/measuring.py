@@ -43,7 +43,7 @@ class FirstSteps:
 class StepBytes:
     """The bytes that steps take besides weights and pools."""
 
-    largest: int
+    largest: int = 0
     """Bytes of the largest step."""
     graphs: int = 0
     """Bytes of captured steps, which have memory of their own, and of their outputs."""
@@ -65,18 +65,6 @@ class StepBytes:
     def total(self) -> int:
         kept = self.tower_graphs + self.encoded
         return max(self.without_pictures + self.under_way, self.tower) + kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerBytes:
-    """The bytes that a vision tower takes besides its weights."""
-
-    run: int
-    """Encoding the largest picture."""
-    under_way: int
-    """The picture's state, kept between the steps in which it is encoded."""
-    graphs: int
-    """Captured runs."""
 
 
 def rehearsal(model: Decoder, shape: PoolShape, steps: FirstSteps) -> DeviceExecutor:
@@ -108,9 +96,9 @@ def measure_steps(executor: DeviceExecutor, steps: FirstSteps) -> StepBytes:
 
 def measure_tower(
     tower: Tower, settings: ImageSettings, *, joins: bool = False, captures: bool = False
-) -> TowerBytes:
-    """Measures a vision tower's memory. Compiles its kernels, with `joins` also those for several
-    pictures, and with `captures` those of the largest graph."""
+) -> StepBytes:
+    """Measures a vision tower's memory, besides its weights. Compiles its kernels, with `joins`
+    also those for several pictures, and with `captures` those of the largest graph."""
     shapes, device = tower.shapes, tower.scope.device
     down = isqrt(settings.max_tokens)
     grid = 1, down * shapes.merge_size, settings.max_tokens // down * shapes.merge_size
@@ -119,10 +107,10 @@ def measure_tower(
         layout = tower.lay_out([_SMALL_GRID], is_fixed=True)
         _measure_run(tower, rows[: prod(_SMALL_GRID)], layout)
     largest = _measure_run(tower, rows, tower.lay_out([grid]))
-    return TowerBytes(
-        run=largest.peak + rows.nbytes,
+    return StepBytes(
+        tower=largest.peak + rows.nbytes,
         under_way=largest.held,
-        graphs=_measure_graphs(tower) if captures else 0,
+        tower_graphs=_measure_graphs(tower) if captures else 0,
     )
 
 

@@ -97,7 +97,7 @@ def fit(config: EngineConfig, part: RankModel, device: torch.device) -> Fit:
     Raises ConfigError for more than there is memory for."""
     model = part.model
     shape = _shape_of(config, part, device)
-    steps, step_bytes = None, StepBytes(largest=0)
+    steps, step_bytes = None, StepBytes()
     is_fused = _announce_kernels(device, model)
     if not is_fused or device.type != "cuda":
         config = with_encoder_cache(config, model, part.settings, available_bytes(device) or 0)
@@ -236,10 +236,10 @@ def bytes_of(
         captures=not config.enforce_eager,
     )
     return replace(
-        found,
-        tower=tower.run,
-        under_way=tower.under_way,
-        tower_graphs=tower.graphs,
+        tower,
+        largest=found.largest,
+        graphs=found.graphs,
+        sampling=found.sampling,
         encoded=(config.encoder_cache_size or 0) * token_bytes_of(model),
     )
 

@@ -131,7 +131,7 @@ class MemoryPlanner:
             config, shape, steps = fitted.config, fitted.shape, fitted.steps
             free = gpu_bytes - DRIVER_BYTES - sum(part.weights.values())
             # Of a model that does not fit anyway, nobody asks what its steps take.
-            none = StepBytes(largest=0)
+            none = StepBytes()
             step_bytes = self._measure(config, part, shape, steps) if free > 0 else none
         sizes, length, refused = None, 0, ""
         try:

@@ -51,13 +51,10 @@ class RankParts:
     model: Decoder
     whole: PreTrainedConfig
     weights_bytes: int
-    device: torch.device
     shape: PoolShape
     sizes: Sizes
     cache: Cache
     max_model_len: int
-    kv_dtype: str
-    """Empty where KV has the model's type."""
     num_graphs: int
     runner: Runner
     tier_state: RankTierState | None
@@ -118,12 +115,10 @@ def _build(config: EngineConfig, ranks: Ranks, log: PlanLog | None, team: Team |
         model=model,
         whole=whole,
         weights_bytes=weights_bytes,
-        device=device,
         shape=shape,
         sizes=sizes,
         cache=cache,
         max_model_len=max_model_len,
-        kv_dtype="" if shape.kv_dtype is None else str(shape.kv_dtype).removeprefix("torch."),
         num_graphs=len(fitted.steps.captured) if fitted.steps else 0,
         runner=runner,
         tier_state=tier_state_of(config, runner, shape, cache.identity, ranks),

@@ -131,7 +131,7 @@ def build(config: EngineConfig) -> EngineParts:
         images=(
             image_facts(config, folder, rank.whole, tokenizer) if model.tower is not None else None
         ),
-        runs_ahead=runs_ahead(config, rank.device),
+        runs_ahead=runs_ahead(config, rank.runner.pools.device),
         team=team,
         access=rank.access,
     )
@@ -176,10 +176,10 @@ def _check_split(config: EngineConfig, folder: Path) -> None:
 def _facts(config: EngineConfig, rank: RankParts) -> Facts:
     shape = rank.shape
     return Facts(
-        device=_device_name(rank.device, config.tensor_parallel_size),
+        device=_device_name(rank.runner.pools.device, config.tensor_parallel_size),
         dtype=str(shape.dtype).removeprefix("torch."),
         state_dtype=str(shape.state_dtype).removeprefix("torch."),
-        kv_dtype=rank.kv_dtype,
+        kv_dtype="" if shape.kv_dtype is None else str(shape.kv_dtype).removeprefix("torch."),
         weights_bytes=rank.weights_bytes,
         page_bytes=shape.page_bytes,
         slot_bytes=shape.state_bytes,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from milepost.runner.runner import Runner
     from milepost.tiers.device_copies import DeviceHostCopies
     from milepost.tiers.files import Files
+    from milepost.tiers.holdings import TierLimits
     from milepost.tiers.rank_worker import RankTierWorker
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,7 @@ class RankTierState:
 
     copies: DeviceHostCopies
     files: Files | None
-    num_pages: int
-    num_states: int
-    """Numbers of pages and states in host memory."""
-    num_staged: tuple[int, int]
-    """Numbers of pages and states that may be on their way there at a time; 0 for no limit."""
+    limits: TierLimits
 
 
 def tier_state_of(
@@ -78,7 +75,7 @@ def tier_state_of(
     # Imported where it is used: most engines have none.
     from milepost.tiers.arena import allocate_host, device_memory
     from milepost.tiers.device_copies import CudaLink, DeviceHostCopies, DirectLink
-    from milepost.tiers.holdings import split
+    from milepost.tiers.holdings import TierLimits, split
 
     files = _files(config.cache_dir, identity, ranks.rank)
     device, memory = runner.pools.device, device_memory(runner.pools, shape.windows_each)
@@ -92,18 +89,26 @@ def tier_state_of(
         logger.error("tiers: off, %s", error)
     if not ranks.least(host is not None) or host is None:
         return None
+    page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
     num_staged = (0, 0)
     if link.needs_staging:
         pool_bytes = sum(storage.nbytes() for storage in runner.pools.storages())
-        most_staged = under_way(config, pool_bytes, host.pages.item_bytes, host.states.item_bytes)
+        most_staged = under_way(config, pool_bytes, page_bytes, state_bytes)
         num_staged = ranks.least(most_staged[0]), ranks.least(most_staged[1])
-    return RankTierState(
-        copies=DeviceHostCopies(memory, host, link, num_staged),
-        files=files,
-        num_pages=num_pages,
-        num_states=num_states,
-        num_staged=num_staged,
+    disk_bytes = 0 if files is None else int(config.cache_disk_gib * 2**30) // ranks.size
+    disk_pages, disk_states = split(disk_bytes, page_bytes, state_bytes)
+    limits = TierLimits(
+        page_bytes=page_bytes,
+        state_bytes=state_bytes,
+        num_host_pages=num_pages,
+        num_host_states=num_states,
+        num_disk_pages=disk_pages,
+        num_disk_states=disk_states,
+        max_pages_under_way=num_staged[0],
+        max_states_under_way=num_staged[1],
     )
+    copies = DeviceHostCopies(memory, host, link, num_staged)
+    return RankTierState(copies=copies, files=files, limits=limits)
 
 
 def tier_worker_of(

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
-
 
 class Tiering(OffDevice):
     """The host memory and the disk of one engine."""
@@ -155,26 +153,10 @@ def tiering_of(
     if state is None:
         return None
     from milepost.tiers.disk import Disk
-    from milepost.tiers.holdings import TierLimits, split
     from milepost.tiers.policy import Tiers
     from milepost.tiers.transfers import TierTransfers
 
-    host, outside = state.copies.host, scheduler.outside
-    page_bytes, state_bytes = host.pages.item_bytes, host.states.item_bytes
-    disk_pages, disk_states = 0, 0
-    if state.files is not None:
-        size = int(config.cache_disk_gib * GIB) // config.tensor_parallel_size
-        disk_pages, disk_states = split(size, page_bytes, state_bytes)
-    limits = TierLimits(
-        page_bytes=page_bytes,
-        state_bytes=state_bytes,
-        num_host_pages=state.num_pages,
-        num_host_states=state.num_states,
-        num_disk_pages=disk_pages,
-        num_disk_states=disk_states,
-        max_pages_under_way=state.num_staged[0],
-        max_states_under_way=state.num_staged[1],
-    )
+    host, limits, outside = state.copies.host, state.limits, scheduler.outside
     tiers = Tiers(outside.cache, limits, cost=scheduler.tower_cost)
     disk = None if state.files is None else Disk(state.files, tiers, host, ask)
     outside.add_keeper(tiers)
@@ -182,7 +164,7 @@ def tiering_of(
     transfers = TierTransfers(scheduler, runner, tiers, state.copies, disk, ask)
     logger.info(
         "tiers: %d pages and %d states in host memory, %d items on disk",
-        state.num_pages, state.num_states, len(tiers.disk),
+        limits.num_host_pages, limits.num_host_states, len(tiers.disk),
     )  # fmt: skip
     return Tiering(scheduler, runner, tiers, transfers, config.flush_s)
 
