@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -22,7 +21,7 @@ import torch
 from milepost import LLM, SamplingParams
 from milepost.config import EngineConfig
 from milepost.engine.assembly import AnnexCommand, setup, team
-from milepost.engine.assembly.team import RankMessage, Team, TicketedCommand
+from milepost.engine.assembly.team import OtherRanks, RankMessage, Team, TicketedCommand
 from milepost.engine.processes import starting
 from milepost.engine.processes.client import EngineClient
 from milepost.engine.processes.engine import Engine, Loop
@@ -159,18 +158,19 @@ def test_a_rank_that_hangs_is_given_up():
 def test_what_several_threads_tell_ranks_comes_whole():
     """The engine's, and the one that speaks with other engines."""
     ours, theirs = socket.socketpair()
-    team = object.__new__(Team)
-    team._telling, team._encoder = threading.Lock(), msgspec.msgpack.Encoder()
-    team._members = [Mock(socket=ours)]
+    ranks = OtherRanks([])
+    ranks.members = [Mock(socket=ours)]
     long = AnnexCommand(bytes(900_000))
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
-            threads.submit(lambda: [team.write(TicketedCommand(5, long)) for _ in range(3)])
+            threads.submit(lambda: [ranks.write(TicketedCommand(5, long)) for _ in range(3)])
         frames = read_frames(theirs.makefile("rb").read)
         for _ in range(12):
             assert msgspec.msgpack.decode(next(frames), type=RankMessage) == TicketedCommand(
                 5, long
             )
+    ranks.members = []
+    ranks.end()
     ours.close()
     theirs.close()
 
@@ -222,11 +222,12 @@ def test_a_rank_that_is_lost_while_nothing_runs_ends_the_engine(monkeypatch):
 def test_what_a_step_came_to_without_a_rank_is_not_taken(is_done):
     """The device may have been let go on."""
     team = object.__new__(Team)
-    team._members, team._lost = [], threading.Event()
+    team._others = OtherRanks([])
     team.wait(Mock(query=Mock(return_value=True)))
-    team._lost.set()
+    team._others.lost.set()
     with pytest.raises(EngineDeadError, match="a rank has ended"):
         team.wait(Mock(query=Mock(return_value=is_done)))
+    team._others.end()
 
 
 @pytest.mark.parametrize("turn", [0, 5, 2**29, 2**31 - 1, -(2**31), -7])

@@ -23,8 +23,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import torch
@@ -61,41 +59,24 @@ class Team:
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        self.store = open_store(0, size, START_S, is_first=True)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._telling = threading.Lock()
-        """Held while a frame is sent, so that frames of several threads do not mix."""
-        port, setup = self.store.port, current()
-        self._members = [
-            _Member(rank, RankConfig(config=config, rank=rank, port=port, logs=setup))
-            for rank in range(1, size)
-        ]
-        self._lost = threading.Event()
-        self._tickets = Tickets(size - 1)
-        self.alarm, self._bell = socket.socketpair()
+        store = open_store(0, size, START_S, is_first=True)
+        self._others = OtherRanks(
+            [
+                RankConfig(config=config, rank=rank, port=store.port, logs=current())
+                for rank in range(1, size)
+            ]
+        )
+        self.alarm = self._others.alarm
         """Readable once a rank is lost."""
-        self.losing: list[Callable[[], object]] = []
-        """Functions that a thread calls once a rank is lost, since nothing else may run any more.
-        """
-        self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
+        self.closing = self._others.closing
         """Functions that are called when the team closes."""
-        self.close = weakref.finalize(self, _end, self._members, self.closing)
-        # The thread that starts a process is the one that it ends with: this one stays.
-        started = threading.Event()
-        ticket, are_here = self._tickets.take()
-        assert ticket == HERE
-        news = _News(self._lost, self._tickets, self._bell, self.losing)
-        arguments = self._members, started, news
-        threading.Thread(target=_watch, args=arguments, name="ranks", daemon=True).start()
-        started.wait()
+        self.ask, self.write = self._others.ask, self._others.write
+        self.close = weakref.finalize(self, self._others.end)
+        are_here = self._others.start()
         try:
             are_here.result()
             self._link = GlooLink(
-                self.store,
-                0,
-                size,
-                timeout_s=SILENCE_S,
-                why_lost=partial(_why_lost, self._members, self._lost),
+                store, 0, size, timeout_s=SILENCE_S, why_lost=self._others.why_lost
             )
         except (EngineDeadError, RuntimeError) as error:
             failure = self.failure()
@@ -109,35 +90,17 @@ class Team:
     @property
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
-        return [member.process.pid for member in self._members if member.process is not None]
-
-    def ask(self, order: RankCommand) -> Future[bool]:
-        """Sends a command to all other ranks; may be called from any thread. See
-        `tiers.orders.SendTierCommand`."""
-        ticket, answers = self._tickets.take()
-        self.write(TicketedCommand(ticket, order))
-        return answers
-
-    def write(self, record: RankMessage) -> None:
-        """Sends a record to all other ranks. Raises EngineDeadError if one has ended, or receives
-        nothing any more."""
-        with self._telling:
-            frame = framed(self._encoder.encode(record))
-            for member in self._members:
-                try:
-                    member.socket.sendall(frame)
-                except OSError as error:
-                    raise self.failure() from error
+        return [each.process.pid for each in self._others.members if each.process is not None]
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Waits for an event of the device. Raises EngineDeadError if a rank is lost meanwhile: the
         device would wait for it forever, or has continued without its part."""
         deadline = time.monotonic() + SILENCE_S
-        while not event.query() and not self._lost.is_set():
+        while not event.query() and not self.has_lost_one:
             if time.monotonic() > deadline:
                 raise self.failure()
             time.sleep(0)
-        if self._lost.is_set():
+        if self.has_lost_one:
             raise self.failure()
 
     def expect_prompt_answers(self) -> None:
@@ -148,25 +111,122 @@ class Team:
     def reason(self, error: Exception) -> Exception:
         """Returns why the start failed. If another rank was the first to fail, that is its
         error."""
-        causes = _errors(self._members)
+        causes = self._others.errors()
         self.close()
         return causes[0] if isinstance(error, EngineDeadError) and causes else error
 
     @property
     def has_lost_one(self) -> bool:
         """Whether a rank has ended."""
-        return self._lost.is_set()
+        return self._others.lost.is_set()
 
     def failure(self) -> MilepostError:
         """Returns the error of a rank that does not answer."""
-        return _failure(self._members, self._lost)
+        return self._others.failure()
+
+
+class OtherRanks:
+    """The processes of the other ranks, and a thread that starts them and watches until the first
+    of them ends. It does not know the team, so the team can end when nobody refers to it."""
+
+    def __init__(self, configs: Sequence[RankConfig]) -> None:
+        self.members = [_Member(config) for config in configs]
+        self.lost = threading.Event()
+        """Set once a rank is lost."""
+        self.alarm, self._bell = socket.socketpair()
+        self.closing: list[Callable[[], object]] = [self.alarm.close, self._bell.close]
+        self._tickets = Tickets(len(configs))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        """Held while a frame is sent, so that frames of several threads do not mix."""
+
+    def start(self) -> Future[bool]:
+        """Starts all processes. The future ends once all of them are ready to meet."""
+        ticket, are_here = self._tickets.take()
+        assert ticket == HERE
+        started = threading.Event()
+        # The thread that starts a process is the one that it ends with: this one stays.
+        threading.Thread(target=self._watch, args=(started,), name="ranks", daemon=True).start()
+        started.wait()
+        return are_here
+
+    def ask(self, order: RankCommand) -> Future[bool]:
+        """Sends a command to all of them; may be called from any thread. See
+        `tiers.orders.SendTierCommand`."""
+        ticket, answers = self._tickets.take()
+        self.write(TicketedCommand(ticket, order))
+        return answers
+
+    def write(self, record: RankMessage) -> None:
+        """Sends a record to all of them. Raises EngineDeadError if one has ended, or receives
+        nothing any more."""
+        with self._sending:
+            frame = framed(self._encoder.encode(record))
+            for member in self.members:
+                try:
+                    member.socket.sendall(frame)
+                except OSError as error:
+                    raise self.failure() from error
+
+    def failure(self) -> MilepostError:
+        """Returns the error of a rank that was killed, or else the reason given by another rank."""
+        if not self.lost.wait(_NOTICE_S):
+            return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
+        return next(iter(self.errors()), EngineDeadError("a rank has ended"))
+
+    def why_lost(self) -> str:
+        """Returns the words of `failure`."""
+        return str(self.failure())
+
+    def errors(self) -> list[MilepostError]:
+        """Returns the errors of ranks that have ended; those that ended without giving a reason
+        come first."""
+        ended = sorted(self.members, key=lambda member: member.last_words is not None)
+        return [error for member in ended if (error := member.error()) is not None]
+
+    def end(self) -> None:
+        """Ends all processes."""
+        for member in self.members:
+            member.end()
+        for close in self.closing:
+            close()
+
+    def _watch(self, started: threading.Event) -> None:
+        """Starts all members and takes their answers, until the first of them ends."""
+        try:
+            with without_interrupts(), without_main():
+                for member in self.members:
+                    member.start()
+        except OSError as error:
+            words = f"its process cannot be started: {error.strerror or error}"
+            member.last_words = RankFailure(kind=EngineDeadError.__name__, message=words)
+            self._note_loss()
+            return
+        finally:
+            started.set()
+        poll = select.poll()
+        by_descriptor = {member.socket.fileno(): member for member in self.members}
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN | select.POLLHUP)
+        while all(by_descriptor[number].hear(self._tickets) for number, _ in poll.poll()):
+            pass
+        self._note_loss()
+        for member in self.members:
+            member.wait()
+
+    def _note_loss(self) -> None:
+        """Fails what waits for answers, and rings the alarm."""
+        self.lost.set()
+        self._tickets.fail(self.failure())
+        with suppress(OSError):
+            self._bell.send(b".")
 
 
 class _Member:
     """Another rank's process, and our end of the socket to it."""
 
-    def __init__(self, rank: int, orders: RankConfig) -> None:
-        self.rank, self._orders = rank, orders
+    def __init__(self, config: RankConfig) -> None:
+        self.rank, self._config = config.rank, config
         self.socket, self._theirs = socket.socketpair()
         self.process: subprocess.Popen[bytes] | None = None
         self.last_words: RankFailure | None = None
@@ -183,7 +243,7 @@ class _Member:
         self._theirs.close()
         self.socket.settimeout(SILENCE_S)
         with suppress(OSError):  # one that has ended already is heard of like any other
-            self.socket.sendall(framed(msgspec.msgpack.encode(self._orders)))
+            self.socket.sendall(framed(msgspec.msgpack.encode(self._config)))
 
     def hear(self, tickets: Tickets) -> bool:
         """Handles its next message. Returns False if it was the last."""
@@ -220,71 +280,3 @@ class _Member:
         self.wait()
         for end in (self.socket, self._theirs):
             end.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    """Tells listeners that a rank is lost."""
-
-    lost: threading.Event
-    tickets: Tickets
-    bell: socket.socket
-    losing: list[Callable[[], object]]
-
-    def tell(self, members: Sequence[_Member]) -> None:
-        """Tells them that one of the members is lost."""
-        self.lost.set()
-        self.tickets.fail(_failure(members, self.lost))
-        with suppress(OSError):
-            self.bell.send(b".")
-        for lose in self.losing:
-            lose()
-
-
-def _watch(members: Sequence[_Member], started: threading.Event, news: _News) -> None:
-    """Starts all members, takes their answers, and tells `news` when the first of them ends."""
-    try:
-        with without_interrupts(), without_main():
-            for member in members:
-                member.start()
-    except OSError as error:
-        words = f"its process cannot be started: {error.strerror or error}"
-        member.last_words = RankFailure(kind=EngineDeadError.__name__, message=words)
-        news.tell(members)
-        return
-    finally:
-        started.set()
-    poll = select.poll()
-    by_descriptor = {member.socket.fileno(): member for member in members}
-    for descriptor in by_descriptor:
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
-    while all(by_descriptor[descriptor].hear(news.tickets) for descriptor, _ in poll.poll()):
-        pass
-    news.tell(members)
-    for member in members:
-        member.wait()
-
-
-def _failure(members: Sequence[_Member], lost: threading.Event) -> MilepostError:
-    """Returns the error of a rank that was killed, or else the reason given by another rank."""
-    if not lost.wait(_NOTICE_S):
-        return EngineDeadError(f"a rank did not answer within {SILENCE_S:g} seconds")
-    return next(iter(_errors(members)), EngineDeadError("a rank has ended"))
-
-
-def _errors(members: Sequence[_Member]) -> list[MilepostError]:
-    """Returns the errors of ranks that have ended; those that ended without giving a reason come
-    first."""
-    ended = sorted(members, key=lambda member: member.last_words is not None)
-    return [error for member in ended if (error := member.error()) is not None]
-
-
-def _why_lost(members: Sequence[_Member], lost: threading.Event) -> str:
-    return str(_failure(members, lost))
-
-
-def _end(members: Sequence[_Member], closing: Sequence[Callable[[], object]]) -> None:
-    for member in members:
-        member.end()
-    for close in closing:
-        close()
