@@ -1,7 +1,5 @@
-"""The kinds of layers: what each keeps of a sequence, where, and what it needs in order to resume.
-
-A model is a tuple of kinds. Each is asked in turn until all agree on a position. A new kind is one
-more class.
+"""The kinds of layers: what each keeps of a sequence, and where. That decides at which positions a
+model can resume (`Finder`, matching.py). A model is a tuple of kinds.
 """
 
 from __future__ import annotations
@@ -12,40 +10,25 @@ from math import lcm
 from typing import Literal
 
 from milepost.cache.placement import MAX_ROUNDED_OFF, Mode
-from milepost.cache.tree.path import Path
 
 Where = Literal["slot", "page", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """Facts about all layers of one kind together. Bytes are those of one rank."""
+    """Facts about all layers of one kind together."""
 
     grid: int = 1
     """A prefill can keep this kind's states at multiples of this."""
     where: Where = "none"
     """Where a state is stored: in a slot, beside each page, or nowhere."""
-    state_bytes: int = 0
-    page_bytes: int = 0
-    """Bytes of a page's KV and of the state stored beside it."""
     window: int = 0
     """Number of tokens that a sliding window reads, the newest included; 0 without a window."""
-
-    def longest_usable(self, path: Path, limit: int) -> int:
-        """Returns the largest position up to `limit` at which layers of this kind can resume; 0 is
-        always possible."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention(LayerKind):
     """Needs the KV of every token before it, from resident pages or a checkpoint's tail page."""
-
-    def longest_usable(self, path: Path, limit: int) -> int:
-        if limit <= path.kv_length:
-            return limit
-        checkpoint = path.deepest_on(path.end, limit) if path.end is not None else None
-        return max(path.kv_length, checkpoint.position if checkpoint else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +38,6 @@ class Recurrent(LayerKind):
 
     grid: int = 64
     where: Where = "slot"
-
-    def longest_usable(self, path: Path, limit: int) -> int:
-        checkpoint = path.deepest_checkpoint(limit)
-        return checkpoint.position if checkpoint else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +56,9 @@ class ShortConvolution(LayerKind):
 
     where: Where = "page"
 
-    def longest_usable(self, path: Path, limit: int) -> int:
-        limit = min(limit, path.kv_length)
-        return limit - limit % path.chain.page_size
-
 
 HYBRID: tuple[LayerKind, ...] = (FullAttention(), Recurrent())
 """Full attention and Gated DeltaNet, of any sizes."""
-
-
-def longest_usable(kinds: Sequence[LayerKind], path: Path, limit: int) -> int:
-    """Lowers the limit until every kind of layer can resume there, and returns it."""
-    while True:
-        lowered = limit
-        for kind in kinds:
-            lowered = kind.longest_usable(path, lowered)
-        if lowered == limit:
-            return limit
-        limit = lowered
 
 
 def grid_of(kinds: Sequence[LayerKind]) -> int:
@@ -141,6 +105,8 @@ class CacheConfig:
     enabled: bool = field(init=False)
     slots_each: int = field(init=False)
     """Number of slots per running request: 0 in models without states in slots."""
+    resume_step: int = field(init=False)
+    """A model with states beside pages resumes at the ends of pages only, others at any token."""
     window: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,4 +115,5 @@ class CacheConfig:
         self.slots_each = int(any(kind.where == "slot" for kind in self.kinds))
         self.window = window_of(self.kinds)
         are_beside = any(kind.where == "page" for kind in self.kinds)
+        self.resume_step = self.page_size if are_beside else 1
         assert not (self.window and are_beside), "what lies beside pages goes with no state"

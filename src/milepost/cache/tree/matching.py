@@ -8,7 +8,7 @@ from milepost.cache.placement import floor, gives_up_too_much
 from milepost.cache.report import CacheReport, Lost, explain
 from milepost.cache.tree.chain import Chain, common_tokens
 from milepost.cache.tree.index import Tree
-from milepost.cache.tree.kinds import CacheConfig, longest_usable
+from milepost.cache.tree.kinds import CacheConfig
 from milepost.cache.tree.nodes import Checkpoint
 from milepost.cache.tree.path import Path
 
@@ -40,8 +40,7 @@ class Match:
     @property
     def tail(self) -> tuple[int, ...]:
         """The checkpoint's tail page, if it has one."""
-        page = self.checkpoint.tail_page if self.checkpoint is not None else None
-        return (page,) if page is not None else ()
+        return self.checkpoint.tail_pages if self.checkpoint is not None else ()
 
 
 class Finder:
@@ -60,20 +59,30 @@ class Finder:
         last = chain.last_resume
         limit = last if limit is None else min(limit, last)
         path = Path(chain, self._tree.deepest(chain))
-        position = longest_usable(self._config.kinds, path, limit)
+        position, checkpoint = self._resume(path, limit)
         resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
-        has_state = position > 0 and self._config.slots_each > 0
         branch_points = self._branch_points(min(resident, last), position)
         return Match(
             path=path,
-            checkpoint=path.deepest_checkpoint(position) if has_state else None,
+            checkpoint=checkpoint,
             state_length=position,
             branch_points=branch_points,
             num_seen=num_seen,
             report=self._report(path, position, resident, num_seen, limit, branch_points),
             version=version,
         )
+
+    def _resume(self, path: Path, limit: int) -> tuple[int, Checkpoint | None]:
+        """Returns the largest position up to `limit` at which all layers can resume, and the
+        checkpoint there. Without states in slots, any position with KV will do."""
+        step = self._config.resume_step
+        if not self._config.slots_each:
+            return floor(min(limit, path.kv_length), step), None
+        checkpoint = path.deepest_checkpoint(limit)
+        while checkpoint is not None and checkpoint.position % step:
+            checkpoint = path.deepest_checkpoint(checkpoint.position - 1)
+        return (checkpoint.position, checkpoint) if checkpoint is not None else (0, None)
 
     def _branch_points(self, shared: int, position: int) -> tuple[int, ...]:
         """Returns where to keep states for the prefix that is shared with others beyond the last
@@ -106,7 +115,7 @@ class Finder:
         num_tokens, last = len(path.chain), path.chain.last_resume
         num_given_up = path.evicted_position(reused)
         if limit < last:  # a deeper state must make room for the request itself
-            num_given_up = max(num_given_up, longest_usable(self._config.kinds, path, last))
+            num_given_up = max(num_given_up, self._resume(path, last)[0])
         report = explain(
             num_tokens,
             reused=reused,

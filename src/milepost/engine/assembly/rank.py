@@ -165,13 +165,13 @@ def _cache(config: EngineConfig, shape: PoolShape, sizes: Sizes, identity: bytes
 
 def _kinds(shape: PoolShape) -> tuple[LayerKind, ...]:
     """Returns the kinds of the model's layers, for the cache."""
-    kinds: list[LayerKind] = [FullAttention(page_bytes=shape.kv_bytes)]
+    kinds: list[LayerKind] = [FullAttention()]
     if shape.convolutions:
-        kinds.append(ShortConvolution(grid=shape.page_size, page_bytes=shape.conv_bytes))
+        kinds.append(ShortConvolution(grid=shape.page_size))
     if shape.uses_slots:
-        kinds.append(Recurrent(grid=shape.grid, state_bytes=shape.slot_bytes))
+        kinds.append(Recurrent(grid=shape.grid))
     if shape.windows:
-        kinds.append(SlidingWindow(window=shape.window, page_bytes=shape.window_bytes))
+        kinds.append(SlidingWindow(window=shape.window))
     return tuple(kinds)
 
 
