@@ -127,7 +127,8 @@ def _expected_pages(
     for allocation in cache.allocations:
         live.update(allocation.page_table)
         live.update(allocation.path_pins)
-        live.update(allocation.pinned_tail)
+        if allocation.source is not None:
+            live.update(allocation.source.tail_pages)
     lent = Counter(page for loan in cache.loans for page in loan.pages)
     assert lent == cache.loans._pages, "what is lent is what loans hold"
     live.update(lent)
@@ -152,7 +153,9 @@ def _expected_windows(
     live: Counter[int] = Counter()
     for allocation in cache.allocations:
         live.update(page for page in allocation.window_table if page != HOLE)
-        live.update(allocation.pinned_window)
+        if allocation.window_copy is not None:
+            assert allocation.source is not None, "O5: what keeps a copied page is still read"
+            assert allocation.window_copy.source in allocation.source.windows, "O5: and has it"
         live.update(allocation.loading_windows)
     for loan in cache.loans:
         kept = {checkpoint.slot: checkpoint.windows for checkpoint in checkpoints}

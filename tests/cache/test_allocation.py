@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from milepost.cache import Cache, Kind
-from milepost.cache.allocation import State, Transition
-from milepost.cache.allocation.states import TRANSITIONS
+from milepost.cache.allocation import State
+from milepost.cache.allocation.states import NEXT_STATES
 from milepost.cache.events import Cleared, Departure
 from milepost.cache.memory import Split, UnifiedPool
 from milepost.cache.tree import checkpoint_key
@@ -43,17 +43,23 @@ def serve(cache, tokens, kind=Kind.ANSWER_END):
     check(cache)
 
 
-@pytest.mark.parametrize(("state", "event"), [(s, e) for s in State for e in Transition])
-def test_nothing_happens_but_what_the_table_says(cache, state, event):
+@pytest.mark.parametrize(("state", "following"), [(s, f) for s in State for f in State])
+def test_nothing_happens_but_what_the_table_says(cache, state, following):
     allocation = admit(cache, range(20))
     allocation.state = state
-    if (state, event) in TRANSITIONS:
-        allocation.happens(event)
-        assert allocation.state is TRANSITIONS[state, event]
+    if following in NEXT_STATES[state]:
+        allocation.become(following)
+        assert allocation.state is following
     else:
         with pytest.raises(AssertionError, match="A5"):
-            allocation.happens(event)
+            allocation.become(following)
         assert allocation.state is state
+
+
+def test_no_step_ends_that_was_not_planned(cache):
+    allocation = admit(cache, range(20))
+    with pytest.raises(AssertionError, match="A5"):
+        cache.commit(allocation, 20, {allocation.slot_out: 20})
 
 
 def verify(cache, allocation, drafts, num_accepted):

@@ -130,7 +130,7 @@ def test_a_hit_shares_the_windows_pages_and_copies_the_last(position):
         assert allocation.window_copy is None
         assert tuple(own) == kept
     run(cache, allocation, 100)
-    assert not allocation.pinned_window
+    assert allocation.source is None
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

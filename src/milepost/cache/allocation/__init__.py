@@ -4,7 +4,7 @@ release."""
 from milepost.cache.allocation.admitting import Admitter
 from milepost.cache.allocation.lending import Loan, Loans
 from milepost.cache.allocation.running import Running
-from milepost.cache.allocation.states import Allocation, State, Transition
+from milepost.cache.allocation.states import Allocation, State
 from milepost.cache.allocation.windows import Windows
 
-__all__ = ["Admitter", "Allocation", "Loan", "Loans", "Running", "State", "Transition", "Windows"]
+__all__ = ["Admitter", "Allocation", "Loan", "Loans", "Running", "State", "Windows"]

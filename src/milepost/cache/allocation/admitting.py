@@ -174,7 +174,6 @@ class Admitter:
             write_from=max(match.kv_length, position),
             source=source,
             page_copy=copy,
-            pinned_tail=tail,
             end=end,
             facts=PromptFacts(
                 prompt_length=min(len(chain), chain.shared_end + 1),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from milepost.cache.allocation.publishing import Publisher
-from milepost.cache.allocation.states import Allocation, State, Transition
+from milepost.cache.allocation.states import Allocation, State
 from milepost.cache.allocation.windows import Windows
 from milepost.cache.eviction import Reclaimer
 from milepost.cache.memory import ZERO_SLOT
@@ -68,8 +68,7 @@ class Running:
         assert not allocation.is_verifying, "A6: nothing is planned after drafts"
         owns_state = allocation.state is State.READY
         assert owns_state or not num_drafts, "A6: drafts follow a state of its own"
-        allocation.happens(Transition.PLANNED)
-        allocation.num_steps += 1
+        allocation.plan_step()
         allocation.planned = end
         allocation.kv_length = end + num_drafts
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
@@ -143,8 +142,7 @@ class Running:
         if self._config.slots_each and not allocation.is_verifying:
             assert allocation.slot_out in written, "S4: a step without drafts writes its state"
         self._change()
-        allocation.num_steps -= 1
-        allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)
+        allocation.end_step()
         self._end_reading(allocation)
         allocation.committed = position
         allocation.planned = max(allocation.planned, position)
@@ -193,7 +191,7 @@ class Running:
         checkpoint that it would have resumed from."""
         size, chain = self._config.page_size, allocation.chain
         assert allocation.committed < position < len(chain), "A8: what is loaded lies ahead"
-        allocation.happens(Transition.LOAD)
+        allocation.become(State.LOADING)
         first, end = allocation.write_from // size, position // size
         digests = chain.digests(end)
         arrivals = [
@@ -214,8 +212,9 @@ class Running:
     def loaded(self, allocation: Allocation) -> None:
         """Records that a load is complete. What was loaded is cached as if the request had computed
         it."""
+        assert allocation.is_loading, f"A5: nothing was loaded, it was {allocation.state}"
         self._change()
-        allocation.happens(Transition.LOADED)
+        allocation.become(State.READY)
         self._end_reading(allocation)
         allocation.slot_in, allocation.page_copy = allocation.slot_out, None
         self._windows.loaded(allocation, allocation.planned)
@@ -236,27 +235,26 @@ class Running:
         checkpoint = self._publisher.publish_state(allocation, position, slot, Kind.LOADED)
         if checkpoint is None:
             return
-        allocation.happens(Transition.KEPT)
+        allocation.become(State.ADMITTED)
+        self._pages.pin(checkpoint.tail_pages)
         allocation.source = checkpoint
         allocation.slot_in, allocation.slot_out = slot, self._reclaimer.allocate_slot()
 
     def load_failed(self, allocation: Allocation) -> None:
         """Records that a load failed; nothing writes to its pages any more. The request continues
         from what it was admitted with."""
-        allocation.happens(Transition.LOAD_FAILED)
+        assert allocation.is_loading, f"A5: nothing was loaded, it was {allocation.state}"
+        allocation.become(State.ADMITTED)
         self._windows.load_failed(allocation)
         allocation.arrivals = ()
         allocation.planned = allocation.kv_length = allocation.committed
 
     def _end_reading(self, allocation: Allocation) -> None:
         """Unpins the checkpoint that the first step has read."""
-        if allocation.pinned_tail:
-            self._pages.unpin(allocation.pinned_tail)
-            allocation.pinned_tail = ()
-        if allocation.source is not None:
-            self._slots.unpin((allocation.source.slot,))
-            allocation.source = None
-        self._windows.end_reading(allocation)
+        source, allocation.source = allocation.source, None
+        if source is not None:
+            self._slots.unpin((source.slot,))
+            self._pages.unpin(source.tail_pages)
 
     def release(self, allocation: Allocation, kind: Kind | None = None) -> None:
         """Frees everything that a request holds. If `kind` is given, its live state, at
@@ -267,7 +265,7 @@ class Running:
         """
         is_ready = allocation.state is State.READY
         assert kind is None or not allocation.is_in_flight, "A9: a state that is being written"
-        allocation.happens(Transition.RELEASED)
+        allocation.become(State.ENDED)
         self._change()
         self._slots.unpin([export.slot for export in allocation.exports])
         self._slots.unpin(allocation.slots_kept)

@@ -39,40 +39,16 @@ class State(StrEnum):
     """It holds nothing any more."""
 
 
-class Transition(StrEnum):
-    """Events of an allocation's life; `TRANSITIONS` says when each may happen."""
-
-    __hash__ = str.__hash__
-
-    PLANNED = "planned"
-    COMMITTED = "committed"
-    """A step was committed, and another one is in flight."""
-    SETTLED = "settled"
-    """The last step in flight was committed."""
-    LOAD = "load"
-    LOADED = "loaded"
-    LOAD_FAILED = "load_failed"
-    KEPT = "kept"
-    """The loaded state became a checkpoint, which the first step reads."""
-    RELEASED = "released"
-
-
-TRANSITIONS = {
-    (State.ADMITTED, Transition.PLANNED): State.RUNNING,
-    (State.READY, Transition.PLANNED): State.RUNNING,
-    (State.RUNNING, Transition.PLANNED): State.RUNNING,
-    (State.RUNNING, Transition.COMMITTED): State.RUNNING,
-    (State.RUNNING, Transition.SETTLED): State.READY,
-    (State.ADMITTED, Transition.LOAD): State.LOADING,
-    (State.LOADING, Transition.LOADED): State.READY,
-    (State.LOADING, Transition.LOAD_FAILED): State.ADMITTED,
-    (State.READY, Transition.KEPT): State.ADMITTED,
-    (State.ADMITTED, Transition.RELEASED): State.ENDED,
-    (State.READY, Transition.RELEASED): State.ENDED,
-    (State.RUNNING, Transition.RELEASED): State.ENDED,
+NEXT_STATES = {
+    State.ADMITTED: (State.RUNNING, State.LOADING, State.ENDED),
+    State.LOADING: (State.READY, State.ADMITTED),
+    State.READY: (State.RUNNING, State.ADMITTED, State.ENDED),
+    State.RUNNING: (State.RUNNING, State.READY, State.ENDED),
+    State.ENDED: (),
 }
-"""All permitted transitions. An allocation that is being loaded cannot be released, since its pages
-are being written from outside."""
+"""The states that may follow each state. A load ends in READY, or in ADMITTED if it failed. READY
+goes back to ADMITTED if the loaded state becomes a checkpoint, which the first step then reads. An
+allocation that is being loaded cannot end, since its pages are being written from outside."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,11 +77,10 @@ class Allocation:
     write_from: int
     """KV of tokens before this position is in shared pages and must not be written."""
     source: Checkpoint | None
-    """The checkpoint that the first step reads, pinned until the first commit."""
+    """The checkpoint that the first step reads. Its slot and tail page are pinned until the first
+    commit."""
     page_copy: PageCopy | None
     """A page to copy before the next step to be planned runs."""
-    pinned_tail: tuple[int, ...]
-    """The tail page of `source`, pinned until the first commit."""
     end: End
     """The end of the request's path, which decides what its checkpoints are worth."""
     deepest_state: int = field(init=False)
@@ -126,8 +101,6 @@ class Allocation:
     """A window page to copy before the next step to be planned runs."""
     loading_windows: tuple[int, ...] = ()
     """Window pages that a state being loaded fills from outside."""
-    pinned_window: tuple[int, ...] = ()
-    """The window page that `window_copy` reads, pinned until the first commit."""
     slots_kept: list[int] = field(default_factory=list)
     """Slots set aside for the states at its branch points."""
     exports: list[Export] = field(default_factory=list)
@@ -137,11 +110,21 @@ class Allocation:
         """Sets all positions to the one that the request resumes from."""
         self.committed = self.planned = self.kv_length = self.deepest_state = self.state_length
 
-    def happens(self, transition: Transition) -> None:
-        """Makes a transition to the next state. Asserts that it is permitted."""
-        following = TRANSITIONS.get((self.state, transition))
-        assert following is not None, f"A5: {transition} of an allocation that is {self.state}"
-        self.state = following
+    def become(self, state: State) -> None:
+        """Goes on to another state. Asserts that it is permitted."""
+        assert state in NEXT_STATES[self.state], f"A5: {state}, but it was {self.state}"
+        self.state = state
+
+    def plan_step(self) -> None:
+        """Records that one more step is in flight."""
+        self.become(State.RUNNING)
+        self.num_steps += 1
+
+    def end_step(self) -> None:
+        """Records that the first of the steps in flight is over."""
+        assert self.num_steps, f"A5: no step is in flight, it was {self.state}"
+        self.num_steps -= 1
+        self.become(State.RUNNING if self.num_steps else State.READY)
 
     @property
     def is_in_flight(self) -> bool:

@@ -29,18 +29,18 @@ class Windows:
         self._pages = pages
 
     def begin(self, allocation: Allocation) -> None:
-        """Starts a request with its checkpoint's pages, pinned. The last one, if it is not full, is
-        copied, since the request writes to it."""
+        """Starts a request with its checkpoint's pages. The last one, if it is not full, is copied,
+        since the request writes to it. Until then the checkpoint keeps it, which is being read."""
         if allocation.source is None or not self._window:
             return
         position, shared = allocation.source.position, allocation.source.windows
         table = allocation.window_table = [HOLE] * self._first_index(position) + [*shared]
-        self._pages.pin(shared)
         num_tokens = position % self._page_size
         if shared and num_tokens:
             (table[-1],) = self._pages.allocate(1)
             copy = PageCopy(source=shared[-1], target=table[-1], num_tokens=num_tokens)
-            allocation.window_copy, allocation.pinned_window = copy, shared[-1:]
+            allocation.window_copy, shared = copy, shared[:-1]
+        self._pages.pin(shared)
 
     def extend(self, allocation: Allocation) -> None:
         """Makes the table cover the planned step. There is always room: see `num_window_pages`."""
@@ -89,12 +89,6 @@ class Windows:
         """Frees the pages of a load that failed."""
         self._pages.unpin(allocation.loading_windows)
         allocation.loading_windows = ()
-
-    def end_reading(self, allocation: Allocation) -> None:
-        """Unpins the page that the first step has copied."""
-        if allocation.pinned_window:
-            self._pages.unpin(allocation.pinned_window)
-            allocation.pinned_window = ()
 
     def release(self, allocation: Allocation) -> None:
         """Frees all window pages of a request."""

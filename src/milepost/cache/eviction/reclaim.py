@@ -166,8 +166,8 @@ class Reclaimer:
             reservation.move(checkpoint.above)
         self.tree.detach(checkpoint, score)
         self._slots.drop(checkpoint.slot)
-        if checkpoint.tail_page is not None:
-            self._pages.drop(checkpoint.tail_page)
+        for page in checkpoint.tail_pages:
+            self._pages.drop(page)
         for page in checkpoint.windows:
             self._windows.drop(page)
 

@@ -161,6 +161,11 @@ class Checkpoint:
         return checkpoint_key(self.node.digest, self.tail)
 
     @property
+    def tail_pages(self) -> tuple[int, ...]:
+        """Its tail page, if it has one."""
+        return (self.tail_page,) if self.tail_page is not None else ()
+
+    @property
     def deeper(self) -> Checkpoint | None:
         """The next deeper checkpoint on the path that was used last."""
         return next(reversed(self.below), None)

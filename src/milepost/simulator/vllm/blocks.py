@@ -160,7 +160,6 @@ def new_allocation(chain: Chain, match: Match, block_size: int) -> Allocation:
         slot_out=ZERO_SLOT,
         source=None,
         page_copy=None,
-        pinned_tail=(),
         end=End(position=len(chain), time=0),
         facts=PromptFacts(
             prompt_length=len(chain),

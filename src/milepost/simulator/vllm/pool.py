@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from milepost.cache.allocation import Allocation, Transition
+from milepost.cache.allocation import Allocation
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Mode, floor
 from milepost.cache.plans import Export, PageMove
@@ -186,8 +186,7 @@ class OnePool:
     ) -> list[Export]:
         hold = self._holds[allocation]
         start, allocation.planned, allocation.kv_length = allocation.planned, end, end
-        allocation.num_steps += 1
-        allocation.happens(Transition.PLANNED)
+        allocation.plan_step()
         assert start < end, "A3: chunks are planned one after the other"
         num_taken = len(hold.exports)
         for position, kind in aligned_ends(allocation.facts, start, end).items():
@@ -201,8 +200,7 @@ class OnePool:
     def commit(self, allocation: Allocation, position: int, written: Mapping[int, int]) -> None:  # noqa: ARG002
         hold = self._holds[allocation]
         self._end_reading(hold)
-        allocation.num_steps -= 1
-        allocation.happens(Transition.COMMITTED if allocation.num_steps else Transition.SETTLED)
+        allocation.end_step()
         allocation.committed = allocation.state_length = position
         self._publish_kv(allocation.chain, hold, position)
         passed = [export for export in hold.exports if export.position <= position]
