@@ -89,7 +89,7 @@ def messages_of(
         messages.append(openai.Message(role="system", content=instructions))
     turn = _Turn(names)
     for item in items:
-        if isinstance(item, kinds.OtherItem | kinds.MoreToolsItem):
+        if type(item) in (kinds.OtherItem, kinds.MoreToolsItem):
             continue
         if not turn.takes(item):
             messages += turn.close()

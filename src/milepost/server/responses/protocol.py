@@ -79,6 +79,7 @@ TextParts = Annotated[Many[ContentPart], Field(max_length=MAX_PARTS)]
 class _AnyItem(Body):
     id: str | None = None
     status: Any = None
+    caller: Any = None
 
 
 class MessageItem(_AnyItem):
@@ -104,7 +105,6 @@ class CallItem(_AnyItem):
     name: str
     namespace: str | None = None
     arguments: Any
-    caller: Any = None
 
     def changed(self) -> Iterator[str]:
         if read_arguments(self.arguments)[1]:
@@ -117,7 +117,6 @@ class CustomCallItem(_AnyItem):
     name: str
     namespace: str | None = None
     input: str
-    caller: Any = None
 
 
 class BuiltInCallItem(_AnyItem):
@@ -129,7 +128,6 @@ class BuiltInCallItem(_AnyItem):
     operation: dict[str, Any] | None = None
     arguments: Any = None
     execution: Any = None
-    caller: Any = None
     environment: Any = None
 
     @property
@@ -156,7 +154,6 @@ class OutputItem(_AnyItem):
     output: str | Parts | None = None
     name: str | None = None
     namespace: str | None = None
-    caller: Any = None
 
 
 class ShellOutputItem(_AnyItem):
@@ -164,7 +161,6 @@ class ShellOutputItem(_AnyItem):
     call_id: str
     output: Many[dict[str, Any]]
     max_output_length: Any = None
-    caller: Any = None
 
 
 class ToolSearchOutputItem(_AnyItem):
@@ -199,16 +195,6 @@ class ItemReference(Body):
     id: Annotated[str, Field(max_length=256)]
 
 
-class CompactionItem(_AnyItem, LeftOutBody):
-    """A summary that only the server which made it can read. The model is told that one is missing,
-    so that the user learns of it."""
-
-    type: Literal["compaction", "compaction_summary", "context_compaction"]
-
-    def left_out(self) -> Iterator[str]:
-        yield self.type
-
-
 class OtherItem(_AnyItem, LeftOutBody):
     """An item that is left out."""
 
@@ -223,6 +209,13 @@ class OtherItem(_AnyItem, LeftOutBody):
 
     def left_out(self) -> Iterator[str]:
         yield self.type
+
+
+class CompactionItem(OtherItem):
+    """A summary that only the server which made it can read. The model is told that one is missing,
+    so that the user learns of it."""
+
+    type: Literal["compaction", "compaction_summary", "context_compaction"]
 
 
 ResponseItem: Any = tagged(
