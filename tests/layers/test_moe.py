@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from milepost.kernels import products
 from milepost.kernels.products import SOFTMAX, Scores
+from milepost.layers.experts import ExpertNames
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.weight_slots import Holder, merge
-from milepost.layers.weights import ExpertNames
 from tests.numbers import relative_error
 
 HIDDEN, SIZE, EXPERTS = 12, 6, 5

@@ -19,20 +19,14 @@ from torch import Tensor
 from milepost.errors import ConfigError, UnsupportedModelError, WeightsError
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.products import Packed
+from milepost.layers.experts import USUAL_NAMES, ExpertNames, Experts, ExpertSizes
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.quantised import Fp4Precision, Fp8Precision, Int4Precision
-from milepost.layers.quantised.base import QuantisedExperts, QuantisedMatrix, Rows
+from milepost.layers.quantised.eight_bits import Fp8Matrix
 from milepost.layers.quantised.fp4 import Fp4Matrix
-from milepost.layers.quantised.fp8 import Fp8Matrix
-from milepost.layers.weights import (
-    USUAL_NAMES,
-    ExpertNames,
-    ExpertSizes,
-    RawExperts,
-    RawPrecision,
-    RawWeight,
-)
+from milepost.layers.weight_slots import Rows
+from milepost.layers.weights import RAW, RawExperts, RawPrecision, RawWeight
 from milepost.models import load_config
 from milepost.models.loading import LoadOptions, load_model
 from milepost.models.quantization import has_fp8_kv, read_quantization
@@ -92,10 +86,9 @@ class Rounding(RawPrecision):
     def matrix(self, num_outputs: int, num_inputs: int, kind: ModuleScope) -> RawWeight:
         return RoundingWeight(kind.empty(num_outputs, num_inputs), self)
 
-    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> RawExperts:
-        experts = RoundingExperts(sizes, names, kind)
-        experts.rounding = self
-        return experts
+    def experts(self, sizes: ExpertSizes, names: ExpertNames, kind: ModuleScope) -> Experts:
+        made = RAW.experts(sizes, names, kind)
+        return RoundingExperts(self, sizes, names, kind, made.up, made.down)
 
 
 class RoundingWeight(RawWeight):
@@ -149,12 +142,15 @@ class RoundingStack:
 
 
 class RoundingExperts(RawExperts):
-    rounding: Rounding
+    def __init__(self, rounding: Rounding, *given: Any) -> None:
+        super().__init__(*given)
+        self.rounding = rounding
 
     @property
     def forms(self) -> tuple[RoundingStack, RoundingStack]:
         up, down = (
-            RoundingStack(values=each, rounding=self.rounding) for each in (self.up, self.down)
+            RoundingStack(values=each.values, rounding=self.rounding)
+            for each in (self.up, self.down)
         )
         return up, down
 
@@ -304,7 +300,7 @@ def test_precisions_may_be_mixed(name: str, form: str, tmp_path: Path) -> None:
     dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
     expected = [type(each) for each in model.modules()]
     assert [type(each) for each in dummy.modules()] == expected
-    has_four_bits = isinstance(model.lm_head.weights[0], QuantisedMatrix)
+    has_four_bits = not isinstance(model.lm_head.weights[0], RawWeight)
     assert has_four_bits == (form == "modelopt-mixed")
 
 
@@ -343,7 +339,11 @@ def test_experts_of_any_size_are_whole_blocks(
     rounding = ROUNDINGS.get(form, RawPrecision())
     assert relative_error(logits(model), logits(load_meant(meant, stored, rounding))) < 1e-4
     dummy, _ = load_model(stored, LoadOptions(dtype="float64", load_format="dummy"))
-    experts = [each for each in dummy.modules() if isinstance(each, QuantisedExperts)]
+    experts = [
+        each
+        for each in dummy.modules()
+        if isinstance(each, Experts) and not isinstance(each, RawExperts)
+    ]
     assert experts
     for each in experts:
         assert each.down.form.num_inputs == -(-size // 128) * 128

@@ -6,5 +6,5 @@ the folder `quantised`:
     feed-forwards      mlp, moe
     between them       embedding, ngrams, norm, residual, rotary, positions, mtp
     pictures           tower, tower_parts, grid_tower, mergers
-    weights            weights, linear, weight_slots, kv_scales
+    weights            weights, experts, linear, weight_slots, kv_scales
 """

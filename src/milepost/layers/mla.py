@@ -23,12 +23,12 @@ from milepost.kernels.attention import (
 )
 from milepost.kernels.layout.emit import Emit, Inputs, values_of
 from milepost.kernels.products import Epilogue, multiply_heads
+from milepost.kernels.products.forms.quantised import Quantised
 from milepost.layers.context import AttentionSpec, Context
 from milepost.layers.kv_scales import KVScales
 from milepost.layers.linear import Linear
 from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope, ParameterModule
-from milepost.layers.quantised.base import QuantisedMatrix
 from milepost.layers.rotary import Rotary
 from milepost.layers.weight_slots import (
     WeightSlot,
@@ -208,7 +208,6 @@ def place_expanded(
         return {"weight": cut_all(WeightSlot(shape, store), cut)}
     path = scope.full(name)
     matrix = precision.matrix(*shape, scope)
-    assert isinstance(matrix, QuantisedMatrix), f"{path} is raw or quantised"
     tensors = matrix.place(torch.arange(shape[0]), path)
     cut_outputs(tensors, matrix.axes, cut, path)
     missing = set(tensors)
@@ -217,7 +216,9 @@ def place_expanded(
         place.store(values)
         missing.discard(part)
         if not missing:
-            store(matrix.form.dequantise(scope.dtype))
+            form = matrix.form
+            assert isinstance(form, Quantised), f"{path} is raw or quantised"
+            store(form.dequantise(scope.dtype))
 
     return {
         part: replace(place, store=partial(note, part, place)) for part, place in tensors.items()

@@ -25,11 +25,12 @@ from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import in_blocks
 from milepost.kernels.products import SOFTMAX, Epilogue, Scores
 from milepost.layers.context import Context
+from milepost.layers.experts import USUAL_NAMES, ExpertNames, ExpertSizes
 from milepost.layers.linear import Linear
 from milepost.layers.mlp import MLP
 from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.weight_slots import WeightSlot, WeightSlots
-from milepost.layers.weights import USUAL_NAMES, ExpertNames, ExpertSizes, Precision
+from milepost.layers.weights import Precision
 from milepost.parallel import Cut
 
 

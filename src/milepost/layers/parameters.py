@@ -73,15 +73,19 @@ class ModuleScope:
         """Returns the form of the module's projection of this name."""
         return self.precision_of(self.full(name))
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        """Returns an unfilled weight in the model's dtype."""
-        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Returns an unfilled parameter, in the model's dtype by default."""
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
 
     def empty_precise(self, *shape: int) -> nn.Parameter:
         """Returns an unfilled small parameter in the dtype that sums are accumulated in."""
-        dtype = accumulation_dtype(self.dtype)
-        values = torch.empty(shape, dtype=dtype, device=self.device)
+        return self.empty(*shape, dtype=accumulation_dtype(self.dtype))
+
+    def ones(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        """Returns scales of 1. Those of padding are never filled, so they must have a defined
+        value."""
+        values = torch.ones(shape, dtype=dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
 
 

@@ -20,15 +20,8 @@ from milepost.errors import ConfigError
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp4, pack
 from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.base import (
-    QuantisedMatrix,
-    QuantisedPrecision,
-    Rows,
-    empty,
-    ones,
-    refuse_inputs,
-)
-from milepost.layers.weight_slots import FLOATS, WeightSlot, WeightSlots
+from milepost.layers.weight_slots import FLOATS, Rows, WeightSlot, WeightSlots
+from milepost.layers.weights import Precision, Weight, refuse_inputs
 from milepost.parallel import Axes
 
 _MX_GROUP = 32
@@ -44,7 +37,7 @@ _DUMMY_FACTOR = 2.0**-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp4Precision(QuantisedPrecision):
+class Fp4Precision(Precision):
     """Names of a checkpoint's four-bit float tensors, and the kind of their scales."""
 
     maker: Literal["compressed-tensors", "modelopt"]
@@ -88,7 +81,7 @@ class Fp4Precision(QuantisedPrecision):
         }
 
 
-class Fp4Matrix(QuantisedMatrix):
+class Fp4Matrix(Weight):
     """Numbers [..., O, J / 2] with scales and factors. J is I rounded up to whole blocks."""
 
     def __init__(
@@ -98,20 +91,21 @@ class Fp4Matrix(QuantisedMatrix):
         num_placed: int,
         scope: ModuleScope,
     ) -> None:
-        super().__init__(precision, num_placed, scope)
+        super().__init__()
         *rows, num_inputs = shape
-        self.precision, self.num_inputs = precision, num_inputs
+        self.precision, self.scope, self.axes = precision, scope, precision.axes
+        self.num_inputs, self.num_placed = num_inputs, num_placed
         if num_placed % precision.group:
             refuse_inputs(num_placed, f"are not whole groups of {precision.group}", scope)
         padded = -(-num_inputs // BLOCK) * BLOCK
-        self.packed = empty(scope, (*rows, padded // 2), torch.uint8)
+        self.packed = scope.empty(*rows, padded // 2, dtype=torch.uint8)
         self.packed.data.zero_()
-        self.scales = empty(scope, (*rows, padded // precision.group), FP8)
+        self.scales = scope.empty(*rows, padded // precision.group, dtype=FP8)
         self.scales.data.view(torch.uint8).zero_()
-        self.factors = ones(scope, tuple(rows), torch.float32)
+        self.factors = scope.ones(*rows, dtype=torch.float32)
         self.input_factor: nn.Parameter | None = None
         if precision.rounds:
-            self.input_factor = ones(scope, (), torch.float32)
+            self.input_factor = scope.ones(dtype=torch.float32)
             self.input_factor.data.fill_(float(precision.group == _MX_GROUP))
 
     @property

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from milepost.errors import UnsupportedModelError, WeightsError
 from milepost.kernels.products.forms.quantised import BLOCK, Int4, lane_of, pack
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.base import (
-    QuantisedMatrix,
-    QuantisedPrecision,
-    Rows,
-    empty,
-    ones,
-    refuse_inputs,
-)
-from milepost.layers.weight_slots import WeightSlot, WeightSlots
+from milepost.layers.weight_slots import Rows, WeightSlot, WeightSlots
+from milepost.layers.weights import Precision, Weight, refuse_inputs
 from milepost.parallel import Axes
 
 _WORDS = ("I32",)
@@ -38,7 +31,7 @@ _SPREAD = 17.5**0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Precision(QuantisedPrecision):
+class Int4Precision(Precision):
     """The layout of a checkpoint's four-bit tensors."""
 
     layout: Literal["awq", "gptq", "packed"]
@@ -91,7 +84,7 @@ class Int4Precision(QuantisedPrecision):
         return group
 
 
-class Int4Matrix(QuantisedMatrix):
+class Int4Matrix(Weight):
     """Numbers [..., O, I / 2] with scales and zero points."""
 
     def __init__(
@@ -101,14 +94,15 @@ class Int4Matrix(QuantisedMatrix):
         num_placed: int,
         scope: ModuleScope,
     ) -> None:
-        super().__init__(precision, num_placed, scope)
+        super().__init__()
         *stack, num_outputs, num_inputs = shape
-        self.precision = precision
+        self.precision, self.scope, self.axes = precision, scope, precision.axes
+        self.num_placed = num_placed
         self.group = precision.group_of(num_inputs, num_placed, scope)
         groups = (*stack, num_outputs, num_inputs // self.group)
-        self.packed = empty(scope, (*stack, num_outputs, num_inputs // 2), torch.uint8)
-        self.scales = ones(scope, groups, scope.dtype)
-        self.zeros = empty(scope, groups, torch.uint8)
+        self.packed = scope.empty(*stack, num_outputs, num_inputs // 2, dtype=torch.uint8)
+        self.scales = scope.ones(*groups, dtype=scope.dtype)
+        self.zeros = scope.empty(*groups, dtype=torch.uint8)
         self.zeros.data.fill_(_MIDDLE)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, DeepseekV3Config, PreTrainedConfig
 
+from milepost.layers.experts import ExpertNames
 from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
@@ -16,7 +17,6 @@ from milepost.layers.mtp import FIRST_ROW, HeadNames, MTPHead
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Part
 from milepost.layers.rotary import Rotary
-from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     grouped_shapes,

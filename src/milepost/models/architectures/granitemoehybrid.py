@@ -7,13 +7,13 @@ from transformers import PreTrainedConfig
 
 from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention
+from milepost.layers.experts import ExpertNames
 from milepost.layers.mamba2 import Mamba2
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Part
 from milepost.layers.rotary import Rotary
-from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     attention_shapes,

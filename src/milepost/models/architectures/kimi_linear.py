@@ -9,13 +9,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from milepost.errors import UnsupportedModelError
+from milepost.layers.experts import ExpertNames
 from milepost.layers.kda import KDA
 from milepost.layers.mla import MLA
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Part
-from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     grouped_shapes,

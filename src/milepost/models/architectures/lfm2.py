@@ -11,12 +11,12 @@ from transformers import Lfm2Config, PreTrainedConfig
 
 from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention, AttentionNames
+from milepost.layers.experts import ExpertNames
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.rotary import Rotary
 from milepost.layers.short_conv import ShortConv
-from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import (
     Architecture,
     attention_shapes,

@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 from milepost.errors import UnsupportedModelError
 from milepost.kernels.products import Scores
 from milepost.layers.attention import Attention
+from milepost.layers.experts import ExpertNames
 from milepost.layers.mamba2 import Mamba2, Mamba2Shapes
 from milepost.layers.mlp import MLP
 from milepost.layers.moe import ExpertShapes, MoE
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.parts import Layer, Part, ResidualBlock
-from milepost.layers.weights import ExpertNames
 from milepost.models.architecture import Architecture, attention_shapes, is_unset, norm_of
 from milepost.models.decoder import DecoderParts
 from milepost.models.names import take_same

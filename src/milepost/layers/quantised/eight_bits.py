@@ -1,5 +1,6 @@
-"""Weights in float8_e4m3fn: the official block format, compressed-tensors' scales per channel and
-per tensor, and raw weights that are rounded as they are loaded.
+"""Weights of eight bits. In float8_e4m3fn: the official block format, compressed-tensors' scales
+per channel and per tensor, and raw weights that are rounded as they are loaded. In int8: weights
+whose activations are rounded to int8 too (W8A8), as compressed-tensors writes them.
 
 Legend: O outputs, I inputs, X experts.
 """
@@ -23,34 +24,20 @@ from milepost.kernels.products.forms.quantised import (
     Int8,
     quantise_fp8,
 )
+from milepost.layers.experts import ExpertNames, Experts, ExpertSizes, shapes_of
 from milepost.layers.parameters import ModuleScope
-from milepost.layers.quantised.base import (
-    QuantisedExperts,
-    QuantisedMatrix,
-    QuantisedPrecision,
-    Rows,
-    empty,
-    ones,
-    shapes_of,
-    unit_rows,
-)
-from milepost.layers.weight_slots import (
-    WeightSlot,
-    WeightSlots,
-    cut_all,
-    cut_one,
-)
-from milepost.layers.weights import ExpertNames, ExpertSizes
-from milepost.parallel import Axes, Cut
-from milepost.parallel.ranks import join
+from milepost.layers.weight_slots import Rows, WeightSlot, WeightSlots
+from milepost.layers.weights import Precision, Weight
+from milepost.parallel import Axes
 
+_INT8_MAX = 127
 _FILLED_AT_ONCE = 2**26
 """Dummy values filled per launch: more than one expert has, as thousands of experts would each take
 a launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Precision(QuantisedPrecision):
+class Fp8Precision(Precision):
     """The scales that a checkpoint has."""
 
     strategy: Literal["block", "channel", "tensor", "none"]
@@ -84,7 +71,7 @@ class Fp8Precision(QuantisedPrecision):
 
     def experts(self, sizes: ExpertSizes, names: ExpertNames, scope: ModuleScope) -> Fp8Experts:
         fits = sizes.size % BLOCK == 0 and sizes.hidden_size % BLOCK == 0
-        shapes = shapes_of(sizes, names)
+        shapes = shapes_of(sizes, names, self.unit_block)
         up, down = (self.stack(*each, scope, rows=0 if fits else 1) for each in shapes)
         return Fp8Experts(sizes, names, scope, up, down)
 
@@ -103,7 +90,7 @@ class Fp8Precision(QuantisedPrecision):
         return sizes[self.strategy]
 
 
-class Fp8Matrix(QuantisedMatrix):
+class Fp8Matrix(Weight):
     """Values [..., O, I] with their scales."""
 
     dtype: ClassVar[torch.dtype] = FP8
@@ -119,15 +106,16 @@ class Fp8Matrix(QuantisedMatrix):
         *,
         rows: int,
     ) -> None:
-        super().__init__(precision, num_placed, scope)
-        self.precision, self.rows = precision, rows
+        super().__init__()
+        self.precision, self.scope, self.axes = precision, scope, precision.axes
+        self.num_placed, self.rows = num_placed, rows
         self.depth = BLOCK if precision.has_blocks else shape[-1]
-        self.values = empty(scope, shape, self.dtype)
+        self.values = scope.empty(*shape, dtype=self.dtype)
         self.values.data.view(torch.uint8)[..., num_placed:] = 0
-        self.scales = ones(scope, self._scales_shape(), torch.float32)
+        self.scales = scope.ones(*self._scales_shape(), dtype=torch.float32)
         self.input_scale: nn.Parameter | None = None
         if precision.is_static:
-            self.input_scale = ones(scope, shape[:-2], torch.float32)
+            self.input_scale = scope.ones(*shape[:-2], dtype=torch.float32)
             self.input_scale.data.zero_()
 
     def _scales_shape(self) -> tuple[int, ...]:
@@ -173,7 +161,7 @@ class Fp8Matrix(QuantisedMatrix):
         """Switches to one scale per row, because a projection's blocks do not align with the
         matrix's."""
         self.rows = 1
-        self.scales = ones(self.scope, self._scales_shape(), torch.float32)
+        self.scales = self.scope.ones(*self._scales_shape(), dtype=torch.float32)
 
     def _store_values(self, rows: Rows, at: tuple[int, ...], values: Tensor) -> None:
         target = self.values.data.view(torch.uint8)[at][..., : self.num_placed]
@@ -226,55 +214,48 @@ class Fp8Matrix(QuantisedMatrix):
         return FP8_MAX
 
 
-class Fp8Experts(QuantisedExperts):
+class Fp8Experts(Experts):
     """Experts of eight bits, which the checkpoint may stack."""
 
-    def placements(self) -> WeightSlots:
-        up, down = self.names.stacked
-        if not self.scope.has(up):
-            return super().placements()
-        num_parts = len(self.names.projections) - 1
-        up_rows = Rows(torch.cat(unit_rows(self.sizes, num_parts)))
-        down_rows = Rows(torch.arange(self.sizes.hidden_size))
-        return {
-            **self._place_stacked(
-                up, self.up, up_rows, outputs=join(*[self.sizes.units] * num_parts)
-            ),
-            **self._place_stacked(down, self.down, down_rows, inputs=self.sizes.units),
-            **self._place_shared(),
-        }
+    can_be_stacked = True
 
-    def _place_stacked(
-        self,
-        name: str,
-        matrix: QuantisedMatrix,
-        rows: Rows,
-        *,
-        outputs: Cut | None = None,
-        inputs: Cut | None = None,
-    ) -> WeightSlots:
-        """Places one tensor with all experts that the checkpoint stacks, and one with their scales.
-        A rank keeps these `outputs` or `inputs` of each expert."""
-        assert isinstance(matrix, Fp8Matrix), "matrices of eight bits"
-        precision, count = matrix.precision, self.sizes.num_experts
-        if precision.strategy == "tensor":
+    def placements(self) -> WeightSlots:
+        name = self.names.stacked[0]
+        assert isinstance(self.up, Fp8Matrix), "matrices of eight bits"
+        if self.scope.has(name) and self.up.precision.strategy == "tensor":
             raise UnsupportedModelError(
                 f"{self.scope.full(name)}: stacked experts have scales by block or by channel or "
                 "none, not one for each tensor"
             )
-        slots = [matrix.place_projection(rows, (expert,), name) for expert in range(count)]
-        scale = precision.scale
-        names = {"weight": name, scale: f"{name}{scale.removeprefix('weight')}"}
+        return super().placements()
 
-        def store(tensor: str, values: Tensor) -> None:
-            for place, value in zip(slots, values, strict=True):
-                place[tensor].store(value)
 
-        placements = {}
-        for tensor, place in slots[0].items():
-            path, axes = self.scope.full(names[tensor]), matrix.axes[tensor].behind(1)
-            placed = WeightSlot((count, *place.shape), partial(store, tensor), types=place.types)
-            for axis, cut in ((axes.outputs, outputs), (axes.inputs, inputs)):
-                placed = placed if cut is None else cut_one(placed, axis, cut, path)
-            placements[path] = cut_all(placed, self.sizes.experts)
-        return placements
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Precision(Fp8Precision):
+    """Integers (`int-quantized`) whose tensors have the names and shapes of FP8's. Checkpoints may
+    set the scale of activations; otherwise each token has its own, on several ranks that of the
+    rank's part."""
+
+    @property
+    def matrix_type(self) -> type[Fp8Matrix]:
+        return Int8Matrix
+
+
+class Int8Matrix(Fp8Matrix):
+    """Values [..., O, I] with a scale for each output."""
+
+    dtype: ClassVar[torch.dtype] = torch.int8
+    types: ClassVar[tuple[str, ...]] = ("I8",)
+
+    @property
+    def form(self) -> Int8:
+        return Int8(
+            values=self.values,
+            scales=self.scales,
+            input_scale=self.input_scale,
+            order=self.scope.order,
+        )
+
+    def _fill_values(self, generator: torch.Generator) -> float:
+        self.values.data.random_(-_INT8_MAX, _INT8_MAX + 1, generator=generator)
+        return _INT8_MAX
