@@ -6,7 +6,7 @@ Legend: P patches of all pictures, D hidden size, H heads, G heads of keys and v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Literal
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from milepost.kernels import vision
 from milepost.kernels.layout.emit import values_of
-from milepost.kernels.platform.tables import SumOrder
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.tower_parts import (
     Grid,
@@ -27,6 +25,7 @@ from milepost.layers.tower_parts import (
     TowerRun,
     TowerShapes,
     by_rows,
+    fixed_norm,
 )
 from milepost.layers.weight_slots import fill_matrix
 
@@ -41,11 +40,6 @@ class GridBlockShapes:
     eps: float
 
 
-def _norm(size: int, eps: float, scope: ModuleScope) -> RMSNorm:
-    """Returns a norm whose bits do not depend on the number of rows."""
-    return RMSNorm(size, eps, replace(scope, order=SumOrder.FIXED))
-
-
 class NormedEmbedding(nn.Module):
     """The projection of a patch's values, and a norm."""
 
@@ -54,7 +48,7 @@ class NormedEmbedding(nn.Module):
         size = shapes.hidden_size
         path = scope.under("patchifier")
         self.projection = TowerLinear(path, size, shapes.num_inputs, has_bias=False)
-        self.norm = _norm(size, eps, scope.under("embedding_norm"))
+        self.norm = fixed_norm(size, eps, scope.under("embedding_norm"))
 
     def forward(self, values: Tensor, *, is_fixed: bool) -> Tensor:
         """Embeds the values [P, inputs] of patches."""
@@ -73,8 +67,8 @@ class GridBlock(nn.Module):
     ) -> None:
         super().__init__()
         size, inner = shapes.hidden_size, shapes.feed_forward_size
-        self.norm1 = _norm(size, block_shapes.eps, scope.under("operator_norm"))
-        self.norm2 = _norm(size, block_shapes.eps, scope.under("ffn_norm"))
+        self.norm1 = fixed_norm(size, block_shapes.eps, scope.under("operator_norm"))
+        self.norm2 = fixed_norm(size, block_shapes.eps, scope.under("ffn_norm"))
         self.mixer: GridConv | GridAttention = (
             GridConv(shapes, block_shapes.conv_width, scope.under("conv"))
             if mixer == "conv"
@@ -148,8 +142,8 @@ class GridAttention(nn.Module):
         self.queries = TowerLinear(scope.under("q_proj"), size, size, has_bias=False)
         shared = [scope.under("k_proj"), scope.under("v_proj")]
         self.shared = TowerLinear(shared, 2 * block_shapes.num_kv_heads * dim, size, has_bias=False)
-        self.query_norm = _norm(dim, block_shapes.eps, scope.under("q_layernorm"))
-        self.key_norm = _norm(dim, block_shapes.eps, scope.under("k_layernorm"))
+        self.query_norm = fixed_norm(dim, block_shapes.eps, scope.under("q_layernorm"))
+        self.key_norm = fixed_norm(dim, block_shapes.eps, scope.under("k_layernorm"))
         self.out = TowerLinear(scope.under("out_proj"), size, size, has_bias=False)
 
     def forward(self, rows: Tensor, layout: TowerLayout) -> Tensor:

@@ -6,15 +6,12 @@ the model.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from milepost.kernels.layout.emit import values_of
-from milepost.kernels.platform.tables import SumOrder
-from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope
 from milepost.layers.tower_parts import (
     LayerNorm,
@@ -23,6 +20,7 @@ from milepost.layers.tower_parts import (
     TowerRun,
     TowerShapes,
     by_rows,
+    fixed_norm,
 )
 
 
@@ -84,8 +82,7 @@ class SquaredMerger(nn.Module):
         self._size = shapes.hidden_size * shapes.merge_size**2
         self.patch_norm = patch_norm
         norm, first, second = map(scope.under, names)
-        # Its bits do not depend on the number of rows.
-        self.norm = RMSNorm(self._size, _MERGED_EPS, replace(norm, order=SumOrder.FIXED))
+        self.norm = fixed_norm(self._size, _MERGED_EPS, norm)
         inner = shapes.merger_size or self._size
         self.first = TowerLinear(first, inner, self._size, has_bias=False)
         self.second = TowerLinear(second, shapes.output_size, inner, has_bias=False)

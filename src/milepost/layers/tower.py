@@ -28,13 +28,13 @@ from milepost.layers.mergers import Merger, TowerEnd
 from milepost.layers.parameters import ModuleScope, ParameterModule, module_list
 from milepost.layers.tower_parts import (
     Grid,
-    PatchEmbedding,
     TowerBlock,
     TowerLayout,
     TowerNames,
     TowerRun,
     TowerShapes,
     by_rows,
+    patch_embedding,
 )
 from milepost.layers.weight_slots import fill_matrix, place_whole
 
@@ -60,7 +60,7 @@ class TowerModules(NamedTuple):
     """The layers of a tower, without its table of positions."""
 
     embedding: nn.Module
-    """Makes rows of pixels into patches, as `PatchEmbedding` does."""
+    """Makes rows of pixels into patches, as that of `patch_embedding` does."""
     blocks: Sequence[TowerStep]
     merger: TowerEnd
 
@@ -225,7 +225,7 @@ def _transformer(
         for index in range(shapes.depth)
     )
     return TowerModules(
-        embedding=PatchEmbedding(shapes, names, scope),
+        embedding=patch_embedding(shapes, names, scope),
         blocks=module_list(blocks),
         merger=Merger(shapes, names, scope, merger_scope),
     )

@@ -7,7 +7,7 @@ Legend: P patches of all pictures, D hidden size, I inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -20,6 +20,7 @@ from milepost.kernels.platform.device import runs_triton
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import Made, in_blocks
 from milepost.kernels.vision import PictureFrames
+from milepost.layers.norm import RMSNorm
 from milepost.layers.parameters import ModuleScope, ParameterModule
 from milepost.layers.weight_slots import WeightSlot, WeightSlots, fill_matrix, place_whole
 
@@ -160,14 +161,19 @@ def by_rows(compute: Callable[..., Made], *rows: Tensor, is_fixed: bool) -> Made
 class TowerLinear(nn.Module):
     """A projection, with a bias or without. `shape` is that of the checkpoint's weight, whose
     dimensions after the first are the inputs; or of several with equal parts of the outputs, at the
-    paths of `scopes`."""
+    paths of `scopes`. Checkpoints may have the dimensions in another order, `stored`, and all
+    inputs in one."""
 
     def __init__(
-        self, scopes: ModuleScope | Sequence[ModuleScope], *shape: int, has_bias: bool = True
+        self,
+        scopes: ModuleScope | Sequence[ModuleScope],
+        *shape: int,
+        has_bias: bool = True,
+        stored: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._scopes = [scopes] if isinstance(scopes, ModuleScope) else scopes
-        self.scope, self._shape = scope, shape = self._scopes[0], shape
+        scope, self._shape, self._stored = self._scopes[0], shape, stored
         self.weight = scope.empty(shape[0], torch.Size(shape[1:]).numel())
         self.bias = scope.empty(shape[0]) if has_bias else None
 
@@ -188,15 +194,22 @@ class TowerLinear(nn.Module):
         return by_rows(gelu, self(rows, is_fixed=is_fixed), is_fixed=is_fixed)
 
     def placements(self) -> WeightSlots:
-        count = len(self._scopes)
-        tensors = {"weight": self.weight.view(self._shape)}
+        count, tensors = len(self._scopes), {"weight": self.weight.view(self._shape)}
         if self.bias is not None:
             tensors["bias"] = self.bias
-        return {
+        slots = {
             scope.full(name): place_whole(values)
             for name, whole in tensors.items()
             for scope, values in zip(self._scopes, whole.chunk(count), strict=True)
         }
+        if self._stored:
+            slots[self._scopes[0].full("weight")] = self._place_reordered()
+        return slots
+
+    def _place_reordered(self) -> WeightSlot:
+        shape = tuple(self._shape[dim] for dim in self._stored)
+        target = self.weight.view(self._shape).permute(*self._stored)
+        return WeightSlot(tuple(self.weight.shape), lambda values: target.copy_(values.view(shape)))
 
     def fill(self, spread: float, generator: torch.Generator) -> None:
         """Fills the weight; a bias is zero."""
@@ -205,27 +218,18 @@ class TowerLinear(nn.Module):
             self.bias.zero_()
 
 
-class PatchEmbedding(TowerLinear):
-    """The projection of a patch's values; its inputs are channels, frames and places."""
+def patch_embedding(shapes: TowerShapes, names: TowerNames, scope: ModuleScope) -> TowerLinear:
+    """Returns the projection of a patch's values; its inputs are channels, frames and places."""
+    side = shapes.patch_size
+    patch = (shapes.num_channels, shapes.num_frames, side, side)
+    stored = (0, 2, 3, 4, 1) if names.has_channels_last else ()
+    path = scope.under(names.embedding)
+    return TowerLinear(path, shapes.hidden_size, *patch, stored=stored)
 
-    def __init__(self, shapes: TowerShapes, names: TowerNames, scope: ModuleScope) -> None:
-        self._has_channels_last = names.has_channels_last
-        side = shapes.patch_size
-        patch = (shapes.num_channels, shapes.num_frames, side, side)
-        super().__init__(scope.under(names.embedding), shapes.hidden_size, *patch)
 
-    def placements(self) -> WeightSlots:
-        slots = super().placements()
-        if self._has_channels_last:
-            outputs, channels, frames, rows, columns = self._shape
-            whole = self.weight.view(self._shape)
-
-            def store(values: Tensor) -> None:
-                last = values.view(outputs, frames, rows, columns, channels)
-                whole.copy_(last.permute(0, 4, 1, 2, 3))
-
-            slots[self.scope.full("weight")] = WeightSlot(tuple(self.weight.shape), store)
-        return slots
+def fixed_norm(size: int, eps: float, scope: ModuleScope) -> RMSNorm:
+    """Returns a root mean square norm whose bits do not depend on the number of rows."""
+    return RMSNorm(size, eps, replace(scope, order=SumOrder.FIXED))
 
 
 class LayerNorm(ParameterModule):

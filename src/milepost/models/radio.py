@@ -129,7 +129,9 @@ class RadioEmbedding(nn.Module):
         self.moving = None
         if num_frames > 1:
             path = scope.under(_MOVING[names.embedding])
-            self.moving = FramesLinear(shapes, path, num_frames)
+            # Checkpoints have inputs by frame and then by channel, patches the other way round.
+            patch = shapes.num_channels, num_frames, shapes.patch_size**2
+            self.moving = TowerLinear(path, size, *patch, has_bias=False, stored=(0, 2, 1, 3))
 
     def forward(self, values: Tensor, *, is_fixed: bool) -> Tensor:
         """Multiplies the values [P, I] of pictures that have one frame each, or several."""
@@ -138,25 +140,6 @@ class RadioEmbedding(nn.Module):
         else:
             embedded = self.moving(values, is_fixed=is_fixed)
         return embedded
-
-
-class FramesLinear(TowerLinear):
-    """The projection of a patch of several frames. Checkpoints have its inputs by frame and then by
-    channel, the other way round than patches."""
-
-    def __init__(self, shapes: TowerShapes, scope: ModuleScope, num_frames: int) -> None:
-        channels, places = shapes.num_channels, shapes.patch_size**2
-        patch = channels, num_frames, places
-        super().__init__(scope, shapes.hidden_size, *patch, has_bias=False)
-
-    def placements(self) -> WeightSlots:
-        outputs, channels, frames, places = self._shape
-
-        def store(values: Tensor) -> None:
-            by_frame = values.view(outputs, frames, channels, places)
-            self.weight.view(self._shape).copy_(by_frame.transpose(1, 2))
-
-        return {self.scope.full("weight"): WeightSlot(tuple(self.weight.shape), store)}
 
 
 class PlainNorm(LayerNorm):
