@@ -126,8 +126,8 @@ DECODES = replace(CASES["decodes"], starts=(0, 1, 63, 64, 65, 1000, 90_000), len
 def test_decodes_over_float8_match_reference(case: Case, least_rows: int) -> None:
     step = Step(replace(case, has_float8=True, least_rows=least_rows), "cuda")
     items = step.items()
-    assert items.narrow_rows >= least_rows
-    assert items.num_partials, "the longest is cut"
+    assert items.tiling.shapes.narrow_rows >= least_rows
+    assert items.room.num_partials, "the longest is cut"
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 
@@ -136,7 +136,7 @@ def test_decodes_over_float8_match_reference(case: Case, least_rows: int) -> Non
 )
 def test_attend_to_float8_that_is_dequantised_first(name: str) -> None:
     step = Step(replace(CASES[name], has_float8=True, max_dequantised=10**4), "cuda")
-    assert step.items().num_dequantised
+    assert step.items().room.num_dequantised
     assert relative_error(attend(step), step.expected()) < BOUNDS[torch.bfloat16]
 
 

@@ -65,7 +65,7 @@ def test_a_decode_has_the_same_bits_beside_others(num_beside: int, *, has_float8
     )
     together = Step(case, "cuda")
     items = together.items()
-    assert not items.num_partials
+    assert not items.room.num_partials
     alone = replace(items, narrow=items.narrow[:1], bases=items.bases[:2])
     outputs = [
         run.attend(
@@ -167,7 +167,7 @@ def test_tokens_after_a_hit_attend_as_in_a_cold_run(num_new: int) -> None:
     given = cold.query, cold.gate
     assert torch.equal(attend(hit, hit.items()), attend(cold, cold.items())[-num_new:])
     hit.case = replace(hit.case, order=SumOrder.FREE)
-    assert hit.items().num_partials, "without it tiles are cut"
+    assert hit.items().room.num_partials, "without it tiles are cut"
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -91,7 +91,7 @@ def test_wide_tiles_after_a_hit_are_whole_where_that_costs_little(
     start: int, length: int, *, order: SumOrder, are_whole: bool
 ) -> None:
     items = lay_out(Step((start,), (length,), 0), 8, order=order)
-    assert (items.num_partials == 0) == are_whole
+    assert (items.room.num_partials == 0) == are_whole
     assert bool((items.wide[:, ORDINAL] == -1).all()) == are_whole
 
 
@@ -145,8 +145,8 @@ def test_every_token_attends_to_what_it_sees_once(
     for found, count in zip(ordinals, counts[: len(ordinals)], strict=True):
         assert sorted(found) == (list(range(count)) if count else [-1])
     assert not counts[len(ordinals) :].any()
-    assert items.num_partials >= items.bases[-1]
-    assert not counts[items.num_combined :].any()
+    assert items.room.num_partials >= items.bases[-1]
+    assert not counts[items.room.num_combined :].any()
 
 
 @given(steps(), st.integers(0, 500), st.integers(0, 8))
@@ -159,7 +159,8 @@ def test_sizes_depend_on_capacity_alone(step: Step, more: int, others: int) -> N
     for name in ("narrow", "wide", "bases", "dequantised"):
         assert getattr(items, name).shape == getattr(least, name).shape
         assert getattr(items, name).dtype == np.int32
-    assert (items.num_partials, items.num_combined) == (least.num_partials, least.num_combined)
+    assert items.room.num_partials == least.room.num_partials
+    assert items.room.num_combined == least.room.num_combined
 
 
 @settings(max_examples=50)
@@ -173,7 +174,7 @@ def test_dequantised_pages_are_those_that_wide_items_read(step: Step, share: boo
     for row, count, before, _ in gathered.dequantised:
         assert before == len(pages)
         pages += [(row, index) for index in range(count)]
-    assert gathered.num_dequantised == len(pages)
+    assert gathered.room.num_dequantised == len(pages)
     assert np.array_equal(plain.narrow, gathered.narrow)
     assert np.array_equal(np.delete(plain.wide, ROW, 1), np.delete(gathered.wide, ROW, 1))
     for expected, item in zip(plain.wide, gathered.wide, strict=True):
@@ -181,7 +182,7 @@ def test_dequantised_pages_are_those_that_wide_items_read(step: Step, share: boo
             assert pages[item[ROW] + index] == (expected[ROW], index)
     if pages:
         few = lay_out(step, 8, max_dequantised=len(pages) - 1, **options)
-        assert (few.num_dequantised, few.wide.tolist()) == (0, plain.wide.tolist())
+        assert (few.room.num_dequantised, few.wide.tolist()) == (0, plain.wide.tolist())
 
 
 def test_shared_pages_are_read_once_for_neighbours() -> None:

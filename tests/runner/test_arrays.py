@@ -97,7 +97,7 @@ def test_decodes_over_float8_have_eight_rows_where_hoppers_kernel_takes_them(
     plan = steps(sequence(63, [1], 1))
     tables.update(plan)
     layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[operation]
-    assert layout.narrow_rows == rows
+    assert layout.tiling.shapes.narrow_rows == rows
     assert [int(tokens) for tokens in layout.narrow[:, 1]] == [1]
 
 
@@ -139,7 +139,7 @@ def test_large_heads_have_fewer_rows_where_float8_is_taken_apart(
     plan = steps(sequence(0, [1] * num_tokens, 1))
     tables.update(plan)
     layout = build(plan, tables, geometry, exact_capacity(plan)).layouts[large]
-    assert (layout.wide_rows, layout.num_dequantised) == (rows, num_copied)
+    assert (layout.tiling.shapes.wide_rows, layout.room.num_dequantised) == (rows, num_copied)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
@@ -163,7 +163,9 @@ def test_no_graph_depends_on_how_many_float8_pages_its_steps_read(
         found = set()
         for plan in plans:
             layout = build(plan, tables, geometry, capacity).layouts[large]
-            found.add((layout.wide_rows, layout.num_dequantised, layout.wide.shape))
+            found.add(
+                (layout.tiling.shapes.wide_rows, layout.room.num_dequantised, layout.wide.shape)
+            )
         assert len(found) == 1, num_tokens
 
 

@@ -70,7 +70,6 @@ class AttentionNames:
     out: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
-    gate: str = "gate_proj"
 
 
 class Attention(nn.Module):
@@ -101,7 +100,7 @@ class Attention(nn.Module):
         query, kv = num_heads * head_dim, num_kv_heads * head_dim
         sections, orders = [("q_proj", query), ("k_proj", kv), ("v_proj", kv)], {}
         if shapes.gate == "heads":
-            sections.append((names.gate, num_heads))
+            sections.append(("gate_proj", num_heads))
         if shapes.gate == "entries":
             sections.append(("q_proj", query))
             # The checkpoint stores E rows of the query and E rows of its gate, head by head.
@@ -112,7 +111,7 @@ class Attention(nn.Module):
             "q_proj": heads.times((1 + (shapes.gate == "entries")) * head_dim),
             "k_proj": kv_rows,
             "v_proj": kv_rows,
-            names.gate: heads,
+            "gate_proj": heads,
         }
         self.qkv_gate = Linear(
             shapes.hidden_size, sections, scope, bias=shapes.bias, orders=orders, cuts=cuts
@@ -149,7 +148,6 @@ class Attention(nn.Module):
             num_heads=shapes.num_heads,
             num_kv_heads=shapes.num_kv_heads,
             head_dim=shapes.head_dim,
-            norm="each" if shapes.norm == "each" else "none",
             first_row=shapes.first_row,
             window=shapes.window,
             is_indexed=self.indexer is not None,

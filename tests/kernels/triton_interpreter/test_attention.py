@@ -79,8 +79,8 @@ def test_a_tokens_partial_results_are_combined_alike_in_any_step(
     monkeypatch.setattr(tiles, "_LEAST_WIDE_UNITS", 1)
     case = Case(starts=(0, 1088), lengths=(70, 100), order=SumOrder.FIXED, num_programs=132)
     step, items = Step(case), Step(case).items()
-    assert items.first_combined == 70
-    assert items.num_combined == 170
+    assert items.room.first_combined == 70
+    assert items.room.num_combined == 170
     together = attend(step, items, slice(None))
     assert relative_error(together, step.expected()) < 1e-5
     for start, length in ((1088, 60), (1088, 100), (1152, 36)):
@@ -89,7 +89,7 @@ def test_a_tokens_partial_results_are_combined_alike_in_any_step(
         own = slice(70 + start - 1088, 70 + start - 1088 + length)
         rows, step.rows = step.rows, step.rows[1:]
         items = step.items()
-        assert items.num_partials == 5 * length
+        assert items.room.num_partials == 5 * length
         assert torch.equal(attend(step, items, own), together[own])
         step.case, step.rows = case, rows
 
@@ -120,7 +120,7 @@ def test_attend_to_float8_matches_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["suffixes", "small_pages"])
 def test_attend_to_float8_that_is_dequantised_first(name: str) -> None:
     case = replace(CASES[name], has_float8=True, max_dequantised=40)
-    assert Step(case).items().num_dequantised
+    assert Step(case).items().room.num_dequantised
     assert error(case) < 1e-5
 
 

@@ -63,4 +63,4 @@ def test_tiles_are_as_wide_as_a_chip_has_room(shared_kib, value_bytes, wide_rows
     batch = build_batch([part], 32, 32)
     chip = replace(CHIP, shared_bytes=shared_kib << 10)
     layout = LatentOperation(**sizes, value_bytes=value_bytes).lay_out(replace(batch, chip=chip))
-    assert layout.wide_rows == wide_rows
+    assert layout.tiling.shapes.wide_rows == wide_rows

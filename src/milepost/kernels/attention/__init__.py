@@ -14,7 +14,6 @@ Legend: T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -34,7 +33,6 @@ __all__ = [
     "AttentionLayout",
     "AttentionOperation",
     "AttentionRows",
-    "HeadNorm",
     "IndexedTokens",
     "LatentOperation",
     "PagedKV",
@@ -48,18 +46,14 @@ __all__ = [
 
 AttentionLayout = AttentionItems | AttentionRows | IndexedTokens
 
-HeadNorm = Literal["each", "none"]
-"""Whether query and key heads are normed, each by itself."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOperation:
-    """Attention to heads of these sizes and kind."""
+    """Attention to heads of these sizes."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm: HeadNorm = "each"
     first_row: int = 0
     """Position of the first KV that is attended to."""
     window: int | None = None
@@ -178,7 +172,7 @@ def prepare(
         return reference.prepare(*common, kv, layout, num_heads=num_heads)
     from milepost.kernels.attention.portable import prepare
 
-    order = layout.order if isinstance(layout, AttentionItems) else operation.order
+    order = layout.tiling.order if isinstance(layout, AttentionItems) else operation.order
     return prepare.prepare(*common, kv, kv_rows, num_heads=num_heads, order=order)
 
 

@@ -140,5 +140,5 @@ def _heads(query: Tensor | None) -> QueryHeads:
 def make_partials(query: Tensor, items: AttentionItems) -> PartialResults:
     """Allocates partial results for the items of queries [T, H, E]."""
     _, num_heads, size = query.shape
-    base = query.new_empty(items.num_partials, num_heads, size, dtype=torch.float32)
-    return PartialResults(base, base.new_empty(items.num_partials, num_heads))
+    base = query.new_empty(items.room.num_partials, num_heads, size, dtype=torch.float32)
+    return PartialResults(base, base.new_empty(items.room.num_partials, num_heads))

@@ -70,26 +70,14 @@ class AttentionItems:
     """[W, ITEM_SIZE]."""
     bases: Any
     """[T + 1], first partial result of each token; results that are whole have none."""
-    narrow_rows: int
-    tokens_each: int
-    """Tokens of most narrow items."""
-    wide_rows: int
-    num_partials: int
-    """Most partial results of all tokens together."""
-    num_combined: int
-    """End of the tokens with partial results."""
     dequantised: Any
     """[S, 4], sequences whose FP8 pages wide items read as a 16-bit copy: row of the page tables,
     number of pages, and number of pages of the sequences before it, by which wide items name the
     sequence instead of the row."""
-    num_dequantised: int
-    """Most pages of these sequences together; 0 if items read pages as they are."""
-    window: int | None = None
-    """Number of tokens that a token attends to, itself included; None for all before it."""
-    first_combined: int = 0
-    """First token with partial results."""
-    order: SumOrder = SumOrder.FREE
-    """If FIXED, partial results are combined in an order that does not depend on their number."""
+    tiling: Tiling
+    """Sizes that the work was cut by."""
+    room: Room
+    """Lengths of the arrays, and the most that kernels may find in them."""
 
 
 class Tiling(NamedTuple):
@@ -114,7 +102,8 @@ class Tiling(NamedTuple):
     order: SumOrder = SumOrder.FREE
     """LIKE_MANY leaves wide tiles whole where that costs little, as those of many tokens are. With
     FIXED, items depend on a sequence alone: none are shared, decodes' are narrow, a token each,
-    those of prefills are wide, and all are cut by their positions."""
+    those of prefills are wide, all are cut by their positions, and partial results are combined in
+    an order that does not depend on their number."""
 
     @property
     def narrow_tokens(self) -> int:
@@ -285,14 +274,7 @@ def _assemble(
         narrow=lengthen(cut(narrow, narrow_pieces, counts, shapes.narrow_unit), room.num_narrow),
         wide=lengthen(cut(wide, wide_pieces, counts), room.num_wide),
         bases=bases,
-        narrow_rows=shapes.narrow_rows,
-        tokens_each=tiling.tokens_each,
-        wide_rows=shapes.wide_rows,
-        num_partials=room.num_partials,
-        num_combined=room.num_combined,
-        first_combined=room.first_combined,
         dequantised=lengthen(dequantised, room.num_sequences),
-        num_dequantised=room.num_dequantised,
-        window=tiling.window,
-        order=tiling.order,
+        tiling=tiling,
+        room=room,
     )

@@ -62,22 +62,22 @@ def attend(
         bases=items.bases,
         partials=make_partials(query, items),
         output=output,
-        window=items.window or 0,
+        window=items.tiling.window or 0,
         shared_query=shared_query,
     )
     forced = tiles or {}
     if len(items.wide):
-        pages = dequantise(kv, items, query.dtype) if items.num_dequantised else kv
-        tile = _tile(query, pages, shared_query, items.wide_rows)
+        pages = dequantise(kv, items, query.dtype) if items.room.num_dequantised else kv
+        tile = _tile(query, pages, shared_query, items.tiling.shapes.wide_rows)
         tile = tile._replace(is_wide=True, is_windowed=bool(call.window))
         _run(replace(call, kv=pages), items.wide, tile, forced.get("wide"))
     if len(items.narrow):
         # Most narrow items are decodes. How many are padding is not known here.
-        num_programs = num_tokens // items.tokens_each * kv.pool.shape[3]
-        tile = _tile(query, kv, shared_query, items.narrow_rows)
+        num_programs = num_tokens // items.tiling.tokens_each * kv.pool.shape[3]
+        tile = _tile(query, kv, shared_query, items.tiling.shapes.narrow_rows)
         tile = tile._replace(num_programs=num_programs, is_windowed=bool(call.window))
         _run(call, items.narrow, tile, forced.get("narrow"))
-    if items.num_combined:
+    if items.room.num_combined:
         combine(call, items)
     return output
 
@@ -107,9 +107,9 @@ def combine(call: AttentionCall, items: AttentionItems) -> None:
     """Writes output rows with partial results, times the sigmoid of their gate."""
     _, num_heads, head_dim = call.partials.base.shape
     block_e = triton.next_power_of_2(head_dim)
-    num_tokens = items.num_combined - items.first_combined
+    num_tokens = items.room.num_combined - items.room.first_combined
     part, step = block_e, _FEW
-    if not items.order.is_fixed:
+    if not items.tiling.order.is_fixed:
         part = choose_part(num_tokens * num_heads, block_e)
         step = max(32, _NUMBERS // part)
     _combine_kernel[(num_tokens, num_heads, block_e // part)](
@@ -117,7 +117,7 @@ def combine(call: AttentionCall, items: AttentionItems) -> None:
         items.bases,
         call.output_gate,
         call.output,
-        items.first_combined,
+        items.room.first_combined,
         HEADS=num_heads,
         HEAD_DIM=head_dim,
         PART=part,

@@ -162,7 +162,7 @@ def dequantise(kv: PagedKV, items: AttentionItems, dtype: torch.dtype) -> PagedK
     pool, tables = kv.pool, kv.tables
     assert tables is not None, "items name rows of page tables"
     _, _, page_size, num_kv_heads, head_dim = pool.shape
-    num_pages = items.num_dequantised
+    num_pages = items.room.num_dequantised
     kept = torch.empty(num_pages, *pool.shape[1:], dtype=dtype, device=pool.device)
     kept_tables = tables.new_empty(num_pages, 1)
     numbers = 2 * page_size * num_kv_heads * head_dim
