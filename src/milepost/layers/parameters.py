@@ -89,7 +89,7 @@ class ModuleScope:
         return nn.Parameter(values, requires_grad=False)
 
 
-Place = Callable[[Tensor], WeightSlot]
+SlotMaker = Callable[[Tensor], WeightSlot]
 Dummy = Callable[[Tensor, float, torch.Generator], object]
 """Fills a parameter with dummy values, given the standard deviation of matrices."""
 
@@ -108,7 +108,7 @@ class ParameterModule(nn.Module):
         name: str,
         parameter: nn.Parameter,
         *,
-        place: Place = place_whole,
+        place: SlotMaker = place_whole,
         cut: Cut | None = None,
         dim: int = 0,
         dummy: Dummy | float = 1.0,
