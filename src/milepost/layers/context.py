@@ -100,9 +100,9 @@ LayerSpec = AttentionSpec | RecurrentSpec | ShortConvSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """A recurrent layer's pool: `conv` [slots, *conv_shape] and `recurrent` [slots,
-    *recurrent_shape], contiguous within a slot, and `records` [rows, drafts, record_size], None if
-    nothing is drafted."""
+    """A recurrent layer's pools: `conv` [slots, *conv_shape] and `recurrent` [slots,
+    *recurrent_shape], both contiguous within a slot. `records` [rows, drafts, record_size] are
+    those of drafts; None if nothing is drafted."""
 
     conv: Tensor
     recurrent: Tensor

@@ -67,8 +67,8 @@ class NgramShapes:
 
 
 class NgramPart(ParameterModule):
-    """Makes what n-grams add to the streams [T, S, C]; a `Part` that reads them as they are. Its
-    states are carried beside those in the step's slots."""
+    """Computes the n-gram embeddings of the streams [T, S, C]; a `Part` that reads the streams
+    without a norm. Its states are carried beside those in the step's slots."""
 
     spec = None
     rotary = None
@@ -129,7 +129,7 @@ class NgramPart(ParameterModule):
         return self.shapes.reach * self.size + (self.shapes.order - 1) * ngrams.NUM_DIGITS
 
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:  # noqa: ARG002
-        """Returns what is added to the streams; reads and writes what slots carry."""
+        """Returns the embeddings to add to the streams; reads and writes the states in slots."""
         shapes, carried, streams = self.shapes, ctx.carried, values_of(rows)
         assert carried is not None, "slots carry what n-grams reach back to"
         carry_rows = ctx.step.layouts[self.operation]
@@ -222,7 +222,7 @@ class NgramPart(ParameterModule):
 
 
 class NgramBlock(nn.Module):
-    """Adds what n-grams say to the streams; a `LayerBlock`."""
+    """Adds n-gram embeddings to the streams; a `LayerBlock`."""
 
     def __init__(self, part: NgramPart) -> None:
         super().__init__()

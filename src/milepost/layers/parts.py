@@ -76,7 +76,7 @@ class LayerBlock(Protocol):
     def run(
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream and what is still to be added to it: see
+        """Returns the residual stream, and the output that the next block adds to it: see
         `ResidualBlock.run`."""
         ...
 
@@ -106,8 +106,8 @@ class ResidualBlock(nn.Module):
         self, hidden: Tensor, delta: Tensor | None, ctx: Context, numbers: Numbers, *, ends: bool
     ) -> tuple[Tensor, Tensor]:
         """Adds `delta` [T, C], or partials of it, to the residual stream, and runs the parts.
-        Returns the residual stream, [T, C] unless `pre` uses another shape, and the output to be
-        added to it next, which the following norm does more cheaply than a separate pass would.
+        Returns the residual stream, [T, C] unless `pre` uses another shape, and the parts' output.
+        The next norm adds the output to the stream, which is cheaper than a separate pass.
         With `ends`, both have only the rows of the sampled positions."""
         rows: Inputs
         if self.pre is not None:

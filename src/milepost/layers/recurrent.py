@@ -43,9 +43,9 @@ class RecurrentMixer(ParameterModule):
         return self.out(self._finish(mixed), epilogue=Epilogue.PARTIALS, order=ctx.order)
 
     def _project(self, rows: Inputs, ctx: Context) -> MixerProjections:
-        """Returns what the recurrence reads."""
+        """Returns the recurrence's inputs."""
         return self.projection(rows, launch_dependents=ctx.decodes, order=ctx.order)
 
     def _finish(self, mixed: Tensor) -> Tensor:
-        """Returns what the output projection reads."""
+        """Returns the output projection's input."""
         return mixed

@@ -1,7 +1,7 @@
 """Residual streams other than one sum, and the modules between them and a part.
 
-With attention residuals, each part reads a mixture of the embedding and of what blocks of layers
-have added up, instead of the sum of all of them (arXiv 2603.15031). The stream is a row of sources
+With attention residuals, each part reads a mixture of the embedding and of the sums of blocks of
+layers, instead of the sum of all of them (arXiv 2603.15031). The stream is a row of sources
 for each token: the embedding, one sum for each block of layers that is over, and that of the
 present block. With hyper-connections there are several streams, which are mixed for each part.
 
@@ -113,8 +113,8 @@ class HyperConnection(ParameterModule):
         return hidden if hidden.dim() == 3 else hidden[:, None].expand(-1, num_streams, -1)
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what a part reads [T, C], and logits [T, S] of the streams' shares of its
-        output, [T, 0] after the last layer."""
+        """Returns a part's input [T, C], and logits [T, S] of the share of its output that each
+        stream gets; after the last layer there are no logits: [T, 0]."""
         num_streams = len(self.scale)
         normed = residual.norm_streams(streams, self.scale, self.eps)
         both = self.down(normed.flatten(1)) / num_streams

@@ -49,8 +49,8 @@ class Rotary:
         return bool(self._sections)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [T, 1, O / 2] of `positions` [T]; a model always asks for one
-        dtype.
+        """Returns cosines and sines [T, 1, O / 2] of `positions` [T]. A model always asks for the
+        same dtype.
 
         On a GPU they are looked up in a table, which takes one launch instead of seven.
         """

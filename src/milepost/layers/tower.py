@@ -109,7 +109,7 @@ class Tower(ParameterModule):
 
     @torch.inference_mode()
     def lay_out(self, grids: Sequence[Grid], *, is_fixed: bool = False) -> TowerLayout:
-        """Returns what runs over pictures with these grids need besides their patches. With
+        """Returns the arrays that depend on the pictures' grids alone, not on their patches. With
         `is_fixed`, products use an order that does not depend on the number of rows, so several
         pictures have the same bits as each alone."""
         assert is_fixed or len(grids) == 1, "several pictures take one order"

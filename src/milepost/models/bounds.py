@@ -127,8 +127,7 @@ def refuse_missing(read: Callable[[str], Any]) -> None:
 
 
 def refuse_positions(count: float) -> None:
-    """Raises UnsupportedModelError for a number of positions, after scaling, that no request
-    has."""
+    """Raises UnsupportedModelError unless this number of positions, after scaling, is supported."""
     if not 1 <= count <= MAX_POSITIONS:
         raise UnsupportedModelError(
             f"max_position_embeddings and rope_parameters make {count} positions; supported are 1 "

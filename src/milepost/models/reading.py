@@ -1,5 +1,4 @@
-"""Copies tensors of a safetensors file to a device as fast as the disk, or the page cache, delivers
-them.
+"""Copies tensors of a safetensors file to a device at the speed of the disk, or of the page cache.
 
 Threads read the file piece by piece, in order and some pieces ahead; a piece holds many small
 tensors, or a part of a large one. From pinned memory, a piece reaches the device in one copy that

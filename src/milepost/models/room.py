@@ -1,5 +1,5 @@
-"""The memory that a model's weights take, by part and form, and whether a device has room for them:
-asked before any is allocated, with what would help."""
+"""The memory that a model's weights take, by part and form. `check_room` refuses a model that does
+not fit its device before anything is allocated, and says what would help."""
 
 from __future__ import annotations
 

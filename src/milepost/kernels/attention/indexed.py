@@ -1,5 +1,5 @@
-"""Attention to what an indexer selects, in plain torch: the definition, on any device. On a GPU
-`portable.indexed` computes it.
+"""Sparse attention: an indexer selects the tokens that others attend to. This is the definition, in
+plain torch and on any device; on a GPU `portable.indexed` computes it.
 
 A token attends to the tokens of a few blocks of `ratio` neighbours, those whose mean index key
 scores highest for its index queries, and to all tokens after the last whole block (Qwen Sparse
@@ -174,8 +174,8 @@ def _attend(
 
 
 def select(selection: Selection, pooled: Tensor, start: int, num_tokens: int) -> Tensor:
-    """Returns the mask [T, num_tokens] of what tokens from position `start` on attend to, given the
-    index keys `pooled` [B, K] of the sequence's whole blocks."""
+    """Returns the mask [T, num_tokens] of attention for tokens from position `start` on. `pooled`
+    [B, K] are the index keys of the sequence's whole blocks."""
     query, ratio, num_blocks = selection.query, selection.ratio, len(pooled)
     positions = torch.arange(start, start + len(query), device=query.device)[:, None]
     whole = (positions + 1) // ratio

@@ -75,8 +75,8 @@ def _num_rows(pool: Tensor) -> int:
 
 
 def as_rows(pool: Tensor) -> Tensor:
-    """Returns the memory from a pool's first row to its last as [R, G, E], including what lies
-    between the pool's own rows."""
+    """Returns a pool's memory, from its first row to its last, as [R, G, E]. Rows of other layers
+    between them are included."""
     return pool.as_strided((_num_rows(pool), *pool.shape[3:]), pool.stride()[2:])
 
 

@@ -110,8 +110,8 @@ def store_latents(
     rows: AttentionRows,
     turned: TurnedEntries | None = None,
 ) -> None:
-    """Writes the latents `projected` [T, E] of the tokens that `rows` names to their rows of the
-    pool, the first R entries normed with `norm_weight` [R], the others rotated if they are
+    """Writes latents `projected` [T, E] to the pool, for the tokens and rows that `rows` names. The
+    first R entries are normed with `norm_weight` [R]; the others are rotated if they are
     `turned`."""
     size, shared = len(norm_weight), projected[:, None, len(norm_weight) :]
     if turned is not None:
@@ -200,8 +200,8 @@ def decode(
 def prefill(
     query: Tensor, kv: PagedKV, prefills: tuple[Prefill, ...], scale: float, size: int | None = None
 ) -> Tensor:
-    """Attends from each sequence's new tokens, in order in `query` [T, H, E], to themselves and
-    what precedes them; returns the same shape, of latents [T, H, size]."""
+    """Attends from each sequence's new tokens, in order in `query` [T, H, E], to themselves and all
+    tokens before them. Returns the same shape, or [T, H, size] with latents."""
     output = query.new_empty(*query.shape[:2], size or query.shape[2])
     for sequence in prefills:
         rows = slice(sequence.first, sequence.first + sequence.length)

@@ -1,5 +1,5 @@
-"""Operations of vision towers: patches of bytes to numbers, attention in both directions, and what
-stands around it. These are the definitions, in plain torch; on a GPU `attention`, `triton` and
+"""Operations of vision towers: normalising bytes, adding positions, attention without a mask, norms
+and feed-forwards. These are the definitions, in plain torch; on a GPU `attention`, `triton` and
 torch's GEMM compute them.
 
 Legend: P patches of one picture or of several, F frames (of a patch, or of all pictures), B bytes
@@ -81,9 +81,8 @@ def add_positions(
 def add_averaged_positions(
     hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
 ) -> Tensor:
-    """Returns `hidden` [P, D] with embeddings added as `add_positions` does, but of the whole
-    `table` resized to `size` as a picture is: linearly, and by averages where it is made
-    smaller."""
+    """Adds embeddings to `hidden` [P, D] as `add_positions` does, but first resizes the whole
+    `table` to `size`, bilinearly and with antialiasing."""
     side = round(len(table) ** 0.5)
     square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
     resized = F.interpolate(
@@ -96,9 +95,9 @@ def add_averaged_positions(
 def add_cropped_positions(
     hidden: Tensor, table: Tensor, places: tuple[Tensor, Tensor], size: tuple[int, int]
 ) -> Tensor:
-    """Returns `hidden` [P, D] with embeddings added as `add_positions` does, but of the `table`
-    resized linearly to a square with the longer side of `size`, from whose first corner a picture
-    takes what it covers."""
+    """Adds embeddings to `hidden` [P, D] as `add_positions` does, but first resizes the `table`
+    bilinearly to a square with the longer side of `size`. A picture takes the part that it covers,
+    from the first corner."""
     side, longest = round(len(table) ** 0.5), max(size)
     square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
     resized = F.interpolate(

@@ -1,5 +1,5 @@
-"""AliceAI: Qwen3-Next's layers with Kimi Delta Attention in place of Gated DeltaNet, experts chosen
-by corrected sigmoids, and attention over blocks of layers in place of the residual sum."""
+"""AliceAI: Qwen3-Next's layers with Kimi Delta Attention in place of Gated DeltaNet. Experts are
+chosen by corrected sigmoids. Attention over blocks of layers replaces the residual sum."""
 
 from __future__ import annotations
 

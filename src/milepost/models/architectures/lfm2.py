@@ -1,5 +1,5 @@
-"""LFM2, dense and with experts: gated short convolutions, and attention with norms on query and key
-heads; a feed-forward after each, with experts in all layers but the first few."""
+"""LFM2, dense and with experts. Mixers are gated short convolutions, or attention with norms on
+query and key heads. A feed-forward follows each; all but the first few may have experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Qwen3.8-Flash-Next: Gated DeltaNet, and attention to what an indexer selects, with experts in
-every layer; hyper-connections in place of the residual sum, and n-gram embeddings from host memory
-in a few layers. The text part."""
+"""The text part of Qwen3.8-Flash-Next: Gated DeltaNet and sparse attention with an indexer, experts
+in every layer. Hyper-connections replace the residual sum, and a few layers add n-gram embeddings
+from host memory."""
 
 from __future__ import annotations
 
