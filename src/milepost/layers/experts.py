@@ -179,7 +179,7 @@ class Experts(nn.Module):
         whole = Cut.all_of(sizes.hidden_size)
         projections = []
         for name in dict.fromkeys(firsts):
-            parts = [rows for own, rows in every if own == name]
+            parts = [rows for part_name, rows in every if part_name == name]
             projections.append(
                 _Projection(
                     name=name,
@@ -208,7 +208,10 @@ class Experts(nn.Module):
             slots = [each.place(expert, path) for expert in range(first, first + count)]
             tensors = slots[0]
             if count > 1:
-                tensors = {name: _spread([own[name] for own in slots], each) for name in tensors}
+                tensors = {
+                    name: _spread([tensors_of[name] for tensors_of in slots], each)
+                    for name in tensors
+                }
             placements |= _cut(each, path, tensors)
         return placements
 
@@ -218,8 +221,8 @@ class Experts(nn.Module):
         slots = [each.place(expert, each.name) for expert in range(count)]
 
         def store(tensor: str, values: Tensor) -> None:
-            for own, value in zip(slots, values, strict=True):
-                own[tensor].store(value)
+            for expert_slots, value in zip(slots, values, strict=True):
+                expert_slots[tensor].store(value)
 
         for tensor, slot in slots[0].items():
             path = self.scope.full(f"{each.name}{tensor.removeprefix('weight')}")

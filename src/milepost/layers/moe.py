@@ -206,8 +206,8 @@ class MoE(ParameterModule):
         is_chosen.scatter_(1, local.where(is_own, count), 1)
         others = is_chosen[:, :count].argsort(dim=1, stable=True)
         place = (~is_own).long().cumsum(1).sub_(1).clamp_(min=0)
-        found = local.where(is_own, others.gather(1, place))
-        return shares * is_own, found.to(experts.dtype)
+        indices = local.where(is_own, others.gather(1, place))
+        return shares * is_own, indices.to(experts.dtype)
 
     @property
     def elsewhere(self) -> str:

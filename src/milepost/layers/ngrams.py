@@ -147,11 +147,11 @@ class NgramPart(ParameterModule):
 
         def states_after(tokens: Tensor) -> Tensor:
             given = (inputs, self._inputs, shapes.reach), (digits, self._digits, shapes.order - 1)
-            found = [
+            states = [
                 ngrams.last_of(sequences, state, part, tokens, num).flatten(1)
                 for state, part, num in given
             ]
-            return torch.cat(found, 1)
+            return torch.cat(states, 1)
 
         recorded = None
         if carried.records is not None:
@@ -164,8 +164,8 @@ class NgramPart(ParameterModule):
     def _embed(self, sequences: NgramSequences, digits: Tensor, every: Tensor) -> Tensor:
         """Returns the embeddings [T, E] of ids in digits [T, 4]."""
         stop, order = self.shapes.stop_id, self.shapes.order
-        found = ngrams.last_of(sequences, digits, self._digits, every, order)
-        ids = ngrams.decode_ids(found, stop).flip(1).unbind(1)
+        ngram_digits = ngrams.last_of(sequences, digits, self._digits, every, order)
+        ids = ngrams.decode_ids(ngram_digits, stop).flip(1).unbind(1)
         places = ngrams.hash_ids(ids, stop, self.multipliers, self.sizes)
         return ngrams.take_from_host(self.table, places.flatten()).view(len(digits), -1)
 
@@ -182,8 +182,8 @@ class NgramPart(ParameterModule):
         taps, total = self.shapes.conv_width, torch.zeros_like(inputs)
         for tap in range(taps):
             back = (taps - 1 - tap) * self.shapes.order
-            found = ngrams.continued(sequences, inputs, self._inputs, every, back)
-            total += found * self.conv_weight[:, tap]
+            tap_inputs = ngrams.continued(sequences, inputs, self._inputs, every, back)
+            total += tap_inputs * self.conv_weight[:, tap]
         return F.silu(total)
 
     def placements(self) -> WeightSlots:
@@ -200,8 +200,8 @@ class NgramPart(ParameterModule):
         for name, numbers in (*known.items(), ("ngram_heads_offsets", offsets)):
             if self.scope.has(f"ple_embedding.{name}"):
                 tensors[f"ple_embedding.{name}"] = self._check(name, numbers)
-        own = {self.scope.full(name): place for name, place in tensors.items()}
-        return super().placements() | own
+        others = {self.scope.full(name): place for name, place in tensors.items()}
+        return super().placements() | others
 
     def _check(self, name: str, numbers: list[int]) -> WeightSlot:
         """Places numbers that follow from the configuration: a file may have no others."""

@@ -179,8 +179,8 @@ class Decoder(nn.Module):
     def one_of_each_kind(self) -> list[Layer]:
         """Returns layers that together launch all of the model's kernels, with the last layer at
         the end."""
-        found = {layer.kind: index for index, layer in enumerate(self.layers)}
-        return [self.layers[index] for index in sorted(found.values())]
+        last_of_kind = {layer.kind: index for index, layer in enumerate(self.layers)}
+        return [self.layers[index] for index in sorted(last_of_kind.values())]
 
     @torch.inference_mode()
     def forward(

@@ -211,6 +211,6 @@ def resolve_dtype(dtype: DType | torch.dtype, config: PreTrainedConfig) -> torch
     if isinstance(dtype, torch.dtype):
         return dtype
     named = dtype if dtype != "auto" else config.dtype or config.get_text_config().dtype
-    found = getattr(torch, named) if isinstance(named, str) else named or torch.float32
-    assert isinstance(found, torch.dtype), "a configuration that was read names a type of torch"
-    return found
+    resolved = getattr(torch, named) if isinstance(named, str) else named or torch.float32
+    assert isinstance(resolved, torch.dtype), "a configuration that was read names a type of torch"
+    return resolved

@@ -150,8 +150,8 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
     block_shapes = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
     root = scope.root()
     paths = [f"{outer}vision_tower" for outer in ("model.", "")]
-    found = (path for path in paths if f"{path}.embedding_norm.weight" in scope.names)
-    path = next(found, paths[0])
+    matching = (path for path in paths if f"{path}.embedding_norm.weight" in scope.names)
+    path = next(matching, paths[0])
     outer = path.removesuffix("vision_tower")
     tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
     modules = TowerModules(

@@ -115,9 +115,9 @@ def store(kv: PagedKV, keys: Tensor, rows: AttentionRows | IndexedTokens, kv_row
         scores.store(kv, keys, kv_rows)
         return
     _, _, page_size, num_heads, head_dim = kv.pool.shape
-    own = F.pad(keys.index_select(0, rows.tokens), (0, num_heads * head_dim - keys.shape[1]))
+    stored = F.pad(keys.index_select(0, rows.tokens), (0, num_heads * head_dim - keys.shape[1]))
     places = as_rows(kv.pool)[2 * page_size :]
-    write_rows(places, rows.kv_rows, own.unflatten(1, (num_heads, head_dim)), None)
+    write_rows(places, rows.kv_rows, stored.unflatten(1, (num_heads, head_dim)), None)
 
 
 def attend(
@@ -138,17 +138,17 @@ def attend(
     for decodes in rows.decodes:
         longest = decodes.mask.shape[-1]
         for kv_rows, mask in zip(decodes.kv_rows.split(longest), decodes.mask, strict=True):
-            own = slice(first, first + 1)
+            tokens = slice(first, first + 1)
             num = int(mask.sum())
-            output[own] = _attend(
-                query[own], kv, kv_rows[:num], num - 1, scale, selection.part(own)
+            output[tokens] = _attend(
+                query[tokens], kv, kv_rows[:num], num - 1, scale, selection.part(tokens)
             )
             first += 1
     for sequence in rows.prefills:
         begin = first + sequence.first
-        own = slice(begin, begin + sequence.length)
-        start, given = sequence.start, (scale, selection.part(own))
-        output[own] = _attend(query[own], kv, sequence.kv_rows, start, *given)
+        tokens = slice(begin, begin + sequence.length)
+        start, given = sequence.start, (scale, selection.part(tokens))
+        output[tokens] = _attend(query[tokens], kv, sequence.kv_rows, start, *given)
     return gated(output, gate)
 
 
@@ -164,10 +164,10 @@ def _attend(
     heads = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     parts = []
     for first in range(0, len(query), _QUERY_TILE):
-        own = slice(first, first + _QUERY_TILE)
-        mask = select(selection.part(own), pooled, start + first, len(kv_rows))
+        tile = slice(first, first + _QUERY_TILE)
+        mask = select(selection.part(tile), pooled, start + first, len(kv_rows))
         attended = F.scaled_dot_product_attention(
-            query[own].transpose(0, 1)[None], *heads, attn_mask=mask, scale=scale, enable_gqa=True
+            query[tile].transpose(0, 1)[None], *heads, attn_mask=mask, scale=scale, enable_gqa=True
         )
         parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)

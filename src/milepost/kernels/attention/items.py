@@ -186,9 +186,9 @@ class _Known(NamedTuple):
 
     def up_to(self, starts: Ints, ends: Ints) -> AttentionItems:
         """Returns the layout of sequences with these ends."""
-        narrow, own = self.items.narrow.copy(), slice(len(self.owners))
-        narrow[own, POSITION] = starts[self.owners]
-        narrow[own, END] = np.minimum(ends[self.owners], self.limits)
+        narrow, real = self.items.narrow.copy(), slice(len(self.owners))
+        narrow[real, POSITION] = starts[self.owners]
+        narrow[real, END] = np.minimum(ends[self.owners], self.limits)
         return replace(self.items, narrow=narrow)
 
 
@@ -197,9 +197,9 @@ def _cut_alone(units: bytes, programs: int, most_waves: int) -> tuple[bytes, byt
     """Returns the number of pieces of each sequence with these units of KV, and the units of a
     piece, or 0 if there is one piece; both are packed int64. Cached, because few sequences mostly
     have the units of the step before."""
-    own = np.frombuffer(units, np.int64)
-    pieces = count_pieces(own, programs, NARROW_CUT_COST, most_waves)
-    return pieces.tobytes(), np.where(pieces > 1, -(-own // pieces), 0).tobytes()
+    num_units = np.frombuffer(units, np.int64)
+    pieces = count_pieces(num_units, programs, NARROW_CUT_COST, most_waves)
+    return pieces.tobytes(), np.where(pieces > 1, -(-num_units // pieces), 0).tobytes()
 
 
 @lru_cache(maxsize=_NUM_REMEMBERED)
@@ -208,13 +208,13 @@ def _lay_out_like(
 ) -> _Known:
     """Lays out any step of narrow items with these lengths, rows of the page tables, and pieces of
     KV."""
-    own, cuts, each, places = (
+    num_tokens, cuts, each, table_rows = (
         np.frombuffer(packed, np.int64) for packed in (lengths, pieces, units_each, rows)
     )
     ends = tiling.shapes.narrow_unit * np.maximum(cuts * each, 1)
-    items = _lay_out(ends - own, own, places, None, tiling, cuts)
+    items = _lay_out(ends - num_tokens, num_tokens, table_rows, None, tiling, cuts)
     narrow = items.narrow[items.narrow[:, TOKENS] > 0].astype(np.int64)
-    owners = (own.cumsum() - own).searchsorted(narrow[:, FIRST])
+    owners = (num_tokens.cumsum() - num_tokens).searchsorted(narrow[:, FIRST])
     is_last = narrow[:, END] == ends[owners]
     return _Known(items, owners, np.where(is_last, np.iinfo(np.int64).max, narrow[:, END]))
 

@@ -97,11 +97,11 @@ def write_rows(rows: Tensor, places: Tensor, numbers: Tensor, scale: Tensor | No
 def read_rows(rows: Tensor, places: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Returns the rows [W, G, E] that `write_rows` wrote to `places` [W]. FP8 becomes `dtype`,
     times `scale` [G]."""
-    found = as_bytes(rows).index_select(0, places)
+    stored = as_bytes(rows).index_select(0, places)
     if rows.dtype != FP8:
-        return found
+        return stored
     assert scale is not None, "float8 has scales"
-    return (found.view(FP8).to(scale.dtype) * scale[:, None]).to(dtype)
+    return (stored.view(FP8).to(scale.dtype) * scale[:, None]).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +170,9 @@ def _lay_out_decodes(
     ends = batch.starts[owners] + ordinals_of(lengths) + 1
     size = 1 if is_apart else max(1, len(ends))
     for first in range(0, len(ends), size):
-        own = slice(first, first + size)
-        begins = 0 * ends[own] if window is None else np.maximum(ends[own] - window, 0)
-        yield _lay_out_together(batch, first_row, owners[own], begins, ends[own])
+        group = slice(first, first + size)
+        begins = 0 * ends[group] if window is None else np.maximum(ends[group] - window, 0)
+        yield _lay_out_together(batch, first_row, owners[group], begins, ends[group])
 
 
 def _lay_out_together(
@@ -195,8 +195,8 @@ def _lay_out_prefills(batch: Batch, window: int | None, piece: int | None) -> It
         start, length = int(batch.starts[sequence]), int(batch.lengths[sequence])
         end = start + length
         back = 0 if window is None else max(start + 1 - window, 0)
-        found = _rows_of(batch, batch.rows[sequence], np.arange(back, end))
-        kv_rows = torch.from_numpy(found).to(batch.device)
+        every_row = _rows_of(batch, batch.rows[sequence], np.arange(back, end))
+        kv_rows = torch.from_numpy(every_row).to(batch.device)
         cuts = () if piece is None else range((start // piece + 1) * piece, end, piece)
         for begin, stop in pairwise((start, *cuts, end)):
             least = 0 if window is None else max(begin + 1 - window, 0)

@@ -149,9 +149,9 @@ def attend(
         size, query = query.shape[-1], torch.cat((query, shared_query), -1)
     parts, num_decodes = [], 0
     for decodes in rows.decodes:
-        own = slice(num_decodes, num_decodes + len(decodes.mask))
-        parts.append(decode(query[own], kv, decodes, scale, size))
-        num_decodes = own.stop
+        group = slice(num_decodes, num_decodes + len(decodes.mask))
+        parts.append(decode(query[group], kv, decodes, scale, size))
+        num_decodes = group.stop
     if rows.prefills:
         parts.append(prefill(query[num_decodes:], kv, rows.prefills, scale, size))
     if not parts:  # a step that only folds accepted tokens

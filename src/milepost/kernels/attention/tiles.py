@@ -267,8 +267,8 @@ def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: I
         for tiles, pieces in ((wide, wide_pieces), (narrow, narrow_pieces)):
             tiles[:, ORDINAL] = counts[tiles[:, FIRST]]
             tokens = tiles[:, TOKENS]
-            own = tiles[:, FIRST].repeat(tokens) + ordinals_of(tokens)
-            counts[own] += pieces.repeat(tokens)
+            token_numbers = tiles[:, FIRST].repeat(tokens) + ordinals_of(tokens)
+            counts[token_numbers] += pieces.repeat(tokens)
     counts[counts == 1] = 0
     return counts
 

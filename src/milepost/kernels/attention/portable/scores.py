@@ -110,7 +110,7 @@ def select(kv: PagedKV, tokens: IndexedTokens, selection: Selection, sizes: Inde
     num_blocks = max(kv.tables.shape[1] * sizes.page_size // sizes.ratio, 1)
     starts = torch.arange(num_blocks, device=device) * sizes.ratio
     cosines, sines = (each.contiguous() for each in selection.angles(starts))
-    found, most = [], max(_SCORES // num_blocks, TILE)
+    selected, most = [], max(_SCORES // num_blocks, TILE)
     for first in range(0, len(query), most):
         count = min(most, len(query) - first)
         scores = torch.empty(count, num_blocks, dtype=torch.int64, device=device)
@@ -136,8 +136,8 @@ def select(kv: PagedKV, tokens: IndexedTokens, selection: Selection, sizes: Inde
             **OVERLAPPED,
         )
         num_selected = min(max(selection.budget // sizes.ratio, 1), num_blocks)
-        found.append(scores.topk(num_selected, dim=1).values)
-    return found[0] if len(found) == 1 else torch.cat(found)
+        selected.append(scores.topk(num_selected, dim=1).values)
+    return selected[0] if len(selected) == 1 else torch.cat(selected)
 
 
 @quick
