@@ -1,5 +1,5 @@
 """Experts for few tokens on Hopper, in Gluon: both projections in one launch. This is the frame;
-`fp8_experts` and `int4_experts` fill it in.
+`fp8_experts` and `int4_experts` say how what it has loaded is multiplied.
 
 Each chosen expert is multiplied with blocks of its own rows (`gathering`). Every program takes a
 share of all experts' up projections, then a share of their down projections, whose weights are
@@ -8,7 +8,10 @@ waits for a counter. All programs are resident and finish their up projections f
 for ever; two such launches at once on one GPU could.
 
 A unit is the work that a program takes at a time: some outputs of an expert for one block of rows.
-A form says how a unit's steps are loaded and multiplied.
+It has two parts of equally many rows of weights: of the up projection gates and the ups that belong
+to them (without gates, ups and the ups after them), of the down projection outputs and those after
+them. TMA loads it in steps, to a ring of stages. A step has two boxes of weights and the rows that
+they are multiplied with.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a block, H hidden size, I
 an expert's size.
@@ -22,12 +25,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from milepost.kernels.platform.gluon import open_bars
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.tensors import cdiv
+from milepost.kernels.products.forms.quantised import BLOCK
+from milepost.kernels.products.hopper.experts_loading import (
+    BLOCK_M,
+    MixtureBoxes,
+    MixtureStages,
+    produce,
+)
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
 from milepost.kernels.products.run import RoutedRows
 
-BLOCK_M = 8
-_M = gl.constexpr(BLOCK_M)
+_M, _BLOCK = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK)
 
 
 class ExpertScales(NamedTuple):
@@ -51,18 +62,14 @@ class ExpertOutput(NamedTuple):
     routing_weights: Any = None
 
 
-class MixtureBoxes(NamedTuple):
-    """TMA descriptors of a projection's rows, their scales (or None) and weights."""
-
-    rows: Any
-    row_scales: Any
-    weight: Any
-
-
 class MixtureShape(NamedTuple):
-    """Both projections and their units; a constant on the device. A block of rows has `tiles` units
-    of the up projection, `wide` rows of weights apart, and `columns` units of the down projection.
-    `up_group` and `down_group` inputs share a scale in four bits."""
+    """Both projections, their units and steps; a constant on the device.
+
+    A block of rows has `tiles` units of the up projection, `wide` rows of weights apart, and
+    `columns` units of the down projection. A box of weights has `depth` inputs. Both boxes of a
+    step have the same inputs and are of two parts if `blocks` is 1; if it is 2, they are of one
+    part, and neighbours along the inputs. `up_group` and `down_group` inputs share a scale in four
+    bits."""
 
     inputs: int
     size: int
@@ -71,27 +78,33 @@ class MixtureShape(NamedTuple):
     columns: int
     wide: int
     stages: int
+    depth: int = BLOCK
+    blocks: int = 1
     up_group: int = 0
     down_group: int = 0
     limit: float = 0.0
     """See `RoutedRows.limit`."""
 
     @staticmethod
-    def of(routed: RoutedRows, wide: int, width: int, stages: int, *groups: int) -> MixtureShape:
+    def of(routed: RoutedRows, wide: int, width: int, stages: int, **how: int) -> MixtureShape:
         """Returns the shape of `routed`; a unit of the down projection has `width` outputs."""
         inputs, size = routed.up.num_inputs, routed.size
         cut = size // wide, inputs // width, wide, stages
-        shape = MixtureShape(inputs, size, routed.is_gated, *cut, *groups)
-        return shape._replace(limit=routed.limit)
+        return MixtureShape(inputs, size, routed.is_gated, *cut, **how, limit=routed.limit)
+
+    @property
+    def up_boxes(self) -> int:  # boxes of a row of weights of the up projection
+        return cdiv(self.inputs, self.depth)
+
+    @property
+    def down_boxes(self) -> int:
+        return cdiv(self.size, self.depth)
 
 
 class MixtureForm(NamedTuple):
-    """Differences between forms of weights: device functions, programs per SM, and registers of
-    multiplying and of loading threads. All programs must be resident."""
+    """Differences between forms of weights: the device function that multiplies, programs per SM,
+    and registers of multiplying and of loading threads. All programs must be resident."""
 
-    open: Any
-    load_up: Any
-    load_down: Any
     consume: Any
     programs: int
     registers: int
@@ -118,9 +131,6 @@ def launch(
         GatheredLists(given.routed, given.experts, given.counters, given.count),
         len(given.rows),
         SHAPE=shape,
-        OPEN=form.open,
-        LOAD_UP=form.load_up,
-        LOAD_DOWN=form.load_down,
         CONSUME=form.consume,
         LOADING_REGISTERS=form.loading_registers,
         num_warps=4,
@@ -146,22 +156,28 @@ def mix_kernel(
     lists,
     capacity,
     SHAPE: gl.constexpr,
-    OPEN: gl.constexpr,
-    LOAD_UP: gl.constexpr,
-    LOAD_DOWN: gl.constexpr,
     CONSUME: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
     """Runs both projections: one warp loads, four multiply."""
-    stages = OPEN(rows, row_scales, up, SHAPE)
+    STAGES: gl.constexpr = SHAPE.stages
+    inputs, weights = _open_boxes(rows, up, SHAPE)
+    if row_scales is None:
+        stages = MixtureStages(inputs, weights, None, open_bars(STAGES, 2, 1))
+    else:
+        # TMA writes whole lines of 128 bytes.
+        lines: gl.constexpr = [SHAPE.blocks * STAGES, 1, 32]
+        held = gl.allocate_shared_memory(gl.float32, lines, row_scales.layout)
+        stages = MixtureStages(inputs, weights, held, open_bars(STAGES, 2, 1))
     wait_for_inputs()
     launch_dependents()
     scales = up_scales, down_scales
-    first, second = (rows, row_scales, up), (active_rows, active_scales, down)
+    first = MixtureBoxes(rows, row_scales, up)
+    second = MixtureBoxes(active_rows, active_scales, down)
     gl.warp_specialize(
         [
             (_consume, (CONSUME, stages, lists, scales, active, capacity, output, SHAPE)),
-            (_produce, (LOAD_UP, LOAD_DOWN, stages, lists, first, second, SHAPE)),
+            (produce, (stages, lists, first, second, SHAPE)),
         ],
         [1],
         [LOADING_REGISTERS],
@@ -169,102 +185,21 @@ def mix_kernel(
 
 
 @gluon.jit
+def _open_boxes(rows, weight, SHAPE: gl.constexpr):
+    """Allocates the ring's boxes of rows and of weights."""
+    HEIGHT: gl.constexpr = weight.block_type.shape[0]
+    WIDTH: gl.constexpr = rows.block_type.shape[1]
+    LINES: gl.constexpr = SHAPE.stages * SHAPE.blocks * SHAPE.depth // WIDTH
+    inputs = gl.allocate_shared_memory(rows.dtype, [LINES, _M, WIDTH], rows.layout)
+    shape: gl.constexpr = [2 * SHAPE.stages, HEIGHT, _BLOCK]
+    return inputs, gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
+
+
+@gluon.jit
 def _consume(
     CONSUME: gl.constexpr, stages, lists, scales, active, capacity, output, SHAPE: gl.constexpr
 ):
     CONSUME(stages, lists, scales, active, capacity, output, SHAPE)
-
-
-@gluon.jit
-def _produce(
-    LOAD_UP: gl.constexpr, LOAD_DOWN: gl.constexpr, stages, lists, up, down, SHAPE: gl.constexpr
-):
-    """Loads every step as soon as there is room, first of the up projection, then of the down
-    projection, whose rows may have to be waited for."""
-    TILES: gl.constexpr = SHAPE.tiles
-    COLUMNS: gl.constexpr = SHAPE.columns
-    HEIGHT: gl.constexpr = 2 * SHAPE.size if SHAPE.is_gated else SHAPE.size
-    owners, num_blocks = lists.experts, gl.load(lists.count)
-    num_units, stride = num_blocks * TILES, gl.num_programs(0)
-    # The next expert is looked up a unit ahead: a unit has few steps, and would begin with waiting.
-    expert = gl.load(owners + gl.minimum(gl.program_id(0) // TILES, num_blocks - 1))
-    number = 0
-    for unit in range(gl.program_id(0), num_units, stride):
-        next_expert = gl.load(owners + gl.minimum(unit + stride, num_units - 1) // TILES)
-        row = expert * HEIGHT + unit % TILES * SHAPE.wide
-        number = LOAD_UP(stages, up, row, unit // TILES * _M, number, SHAPE)
-        expert = next_expert
-    share, num_units = share_down(num_blocks, SHAPE)
-    expert = gl.load(owners + find_place(0, share, num_blocks, SHAPE))
-    for index in range(num_units):
-        next_expert = gl.load(owners + find_place(index + 1, share, num_blocks, SHAPE))
-        unit = find_down(index, share)
-        row = expert * SHAPE.inputs + unit % COLUMNS * (SHAPE.inputs // COLUMNS)
-        place = unit // COLUMNS
-        counter, first = lists.counters + place, place * _M
-        number = LOAD_DOWN(stages, down, row, first, number, counter, SHAPE)
-        expert = next_expert
-
-
-@gluon.jit
-def fence_async():
-    """Makes writes of this thread, and those that it has observed, visible to TMA."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for(counter, value: gl.constexpr):
-    """Waits until a counter that other programs increase has reached `value`."""
-    count = _read(counter)
-    while count < value:
-        count = _read(counter)
-    fence_async()
-
-
-@gluon.jit
-def _read(pointer):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def share_down(num_blocks, SHAPE: gl.constexpr):
-    """Returns a program's units of the down projection, for `find_down`, and their number. A block
-    of rows has `tiles` units of the up projection, each worth RATIO of its `columns` of the down
-    projection.
-
-    Units of the up projection go round, and some programs have one less than others: first these
-    get as much of the down projection instead. The rest goes round again."""
-    RATIO: gl.constexpr = SHAPE.inputs // SHAPE.size
-    program, stride = gl.program_id(0), gl.num_programs(0)
-    num_units = num_blocks * SHAPE.columns
-    num_long = num_blocks * SHAPE.tiles % stride
-    is_short = (num_long > 0) & (program >= num_long)
-    num_short = stride - num_long
-    num_owed = gl.where(num_long > 0, gl.minimum(num_short * RATIO, num_units), 0)
-    first = gl.where(is_short, program - num_long, 0)
-    num_own = gl.where(is_short, (num_owed - first + num_short - 1) // num_short, 0)
-    num_common = gl.maximum(num_units - num_owed - program + stride - 1, 0) // stride
-    return (first, num_short, num_own, num_owed + program), num_own + num_common
-
-
-@gluon.jit
-def find_down(index, share):
-    """Returns the unit of the down projection that a program takes as its `index`-th."""
-    first, num_short, num_own, first_common = share
-    common = first_common + (index - num_own) * gl.num_programs(0)
-    return gl.where(index < num_own, first + index * num_short, common)
-
-
-@gluon.jit
-def find_place(index, share, num_blocks, SHAPE: gl.constexpr):
-    """Returns the block of rows of a program's `index`-th unit; past the last unit, the last
-    block."""
-    return gl.minimum(find_down(index, share) // SHAPE.columns, num_blocks - 1)
 
 
 @gluon.jit

@@ -10,55 +10,45 @@ Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a blo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from milepost.kernels.platform.gluon import load_box, round_block, thread_barrier
+from milepost.kernels.platform.gluon import (
+    boxes_of,
+    release,
+    round_block,
+    thread_barrier,
+    wait_loaded,
+)
 from milepost.kernels.platform.numerics import multiply_within
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.experts import (
-    BLOCK_M,
     ExpertOutput,
-    MixtureBoxes,
     MixtureForm,
     MixtureShape,
+    launch,
+    store_routed,
+)
+from milepost.kernels.products.hopper.experts_loading import (
+    BLOCK_M,
+    MixtureBoxes,
     fence_async,
     find_down,
     find_place,
-    launch,
     share_down,
-    store_routed,
-    wait_for,
 )
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run import RoutedRows
 
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-_SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _STAGES = 4
 _RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32]))
 _BLOCK, _M = gl.constexpr(BLOCK), gl.constexpr(BLOCK_M)
-
-
-class ScaledStages(NamedTuple):
-    """Inputs [WIDE * STAGES, BLOCK_M, BLOCK], weights [2 * STAGES, BLOCK, BLOCK], rows' scales
-    [WIDE * STAGES, 1, BLOCK_M]. Barriers: loaded stages (weights and rows), then used ones."""
-
-    inputs: Any
-    weights: Any
-    held: Any
-    bars: Any
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -68,92 +58,17 @@ def run(routed: RoutedRows) -> Tensor:
     given = gather(rows, row_scales, routed.experts, routed.num_experts, BLOCK_M)
     active = ExpertOutput(*new_rounded(routed, len(given.rows)))
     boxes = _boxes(given.rows, given.scales, up), _boxes(active.base, active.scales, down)
-    shape = MixtureShape.of(routed, BLOCK, 2 * BLOCK, _STAGES)
+    blocks = 2 if routed.size % (2 * BLOCK) == 0 else 1
+    shape = MixtureShape.of(routed, BLOCK, 2 * BLOCK, _STAGES, blocks=blocks)
     return launch(routed, given, active, boxes, shape, _FORM)
 
 
 def _boxes(rows: Tensor, scales: Any, weight: Fp8) -> MixtureBoxes:
-    matrix = weight.values.view(-1, weight.num_inputs)
     return MixtureBoxes(
-        TensorDescriptor.from_tensor(rows, [BLOCK_M, BLOCK], _LAYOUT),
-        TensorDescriptor.from_tensor(scales, [1, BLOCK_M], _SCALES),
-        TensorDescriptor.from_tensor(matrix, [BLOCK, BLOCK], _LAYOUT),
+        boxes_of(rows, BLOCK_M, BLOCK),
+        boxes_of(scales, 1, BLOCK_M),
+        boxes_of(weight.values, BLOCK, BLOCK),
     )
-
-
-@gluon.constexpr_function
-def _wide_of(shape):
-    return 2 if shape.size % (2 * BLOCK) == 0 else 1
-
-
-@gluon.jit
-def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
-    """Allocates shared memory for the stages, and their barriers."""
-    STAGES: gl.constexpr = SHAPE.stages
-    ROWS: gl.constexpr = _wide_of(SHAPE) * STAGES
-    dtype: gl.constexpr = weight.dtype
-    inputs = gl.allocate_shared_memory(dtype, [ROWS, _M, _BLOCK], weight.layout)
-    weights = gl.allocate_shared_memory(dtype, [2 * STAGES, _BLOCK, _BLOCK], weight.layout)
-    # TMA writes whole lines of 128 bytes.
-    held = gl.allocate_shared_memory(gl.float32, [ROWS, 1, 32], row_scales.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=2)
-        mbarrier.init(bars.index(STAGES + stage), count=1)
-    return ScaledStages(inputs, weights, held, bars)
-
-
-@gluon.jit
-def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
-    """Loads a unit's steps; returns the number of the next step."""
-    WIDE: gl.constexpr = _wide_of(SHAPE)
-    for step in range(0, SHAPE.inputs // _BLOCK, WIDE):
-        for part in gl.static_range(WIDE):
-            stage = _load_weights(stages, up, row, step, part, SHAPE.size, number, SHAPE)
-            _load_rows(stages, up, first, step, stage, WIDE)
-            number += 1
-    return number
-
-
-@gluon.jit
-def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
-    """Loads a unit's steps of the down projection, once `counter` says that its rows are there."""
-    WIDE: gl.constexpr = _wide_of(SHAPE)
-    for part in gl.static_range(WIDE):
-        for step in range(0, SHAPE.tiles, WIDE):
-            stage = _load_weights(stages, down, row, step, part, _BLOCK, number, SHAPE)
-            if step + part == 0:
-                wait_for(counter, SHAPE.tiles)
-            _load_rows(stages, down, first, step, stage, WIDE)
-            number += 1
-    return number
-
-
-@gluon.jit
-def _load_weights(stages, boxes, row, step, part, APART: gl.constexpr, number, SHAPE: gl.constexpr):
-    """Loads a step's weights, from `row` on and APART from there, once its stage is free. Returns
-    the stage."""
-    STAGES: gl.constexpr = SHAPE.stages
-    stage, bars = number % STAGES, stages.bars
-    mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
-    mbarrier.expect(bars.index(stage), 2 * _BLOCK * _BLOCK)
-    for i in gl.static_range(2):
-        at = [row + i * APART, step * _BLOCK]
-        if _wide_of(SHAPE) == 2:
-            at = [row + part * APART, (step + i) * _BLOCK]
-        load_box(boxes[2], at, bars.index(stage), stages.weights.index(2 * stage + i))
-    return stage
-
-
-@gluon.jit
-def _load_rows(stages, boxes, first, step, stage, WIDE: gl.constexpr):
-    """Loads a step of the rows from `first` on, and their scales."""
-    bar = stages.bars.index(stage)
-    mbarrier.expect(bar, WIDE * _M * (_BLOCK + 4))
-    for i in gl.static_range(WIDE):
-        place = stages.inputs.index(WIDE * stage + i)
-        load_box(boxes[0], [first, (step + i) * _BLOCK], bar, place)
-        load_box(boxes[1], [step + i, first], bar, stages.held.index(WIDE * stage + i))
 
 
 @gluon.jit
@@ -179,7 +94,7 @@ def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SH
         is_row = gl.load(lists.routed + row) >= 0
         p_gate = scales + (expert * (2 * TILES) + tile) * STEPS
         p_up = p_gate + TILES * STEPS
-        if _wide_of(SHAPE) == 2:
+        if SHAPE.blocks == 2:
             gate, up = _add_up_in_turn(stages, number, p_gate, p_up, STEPS, SHAPE)
         else:
             gate, up = _add_up_at_once(stages, number, p_gate, p_up, STEPS, SHAPE)
@@ -214,7 +129,7 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
         weight = gl.load(output.routing_weights + own, mask=own >= 0, other=0.0).to(gl.float32)
         p_first = scales + (expert * COLUMNS + tile) * (2 * STEPS)
         p_second = p_first + STEPS
-        if _wide_of(SHAPE) == 2:
+        if SHAPE.blocks == 2:
             first = _add_up(stages, number, p_first, STEPS, SHAPE)
             second = _add_up(stages, number + STEPS // 2, p_second, STEPS, SHAPE)
         else:
@@ -279,21 +194,20 @@ def _add_pair(stages, number, total, first_scale, second_scale, SHAPE: gl.conste
 @gluon.jit
 def _multiply(stages, number, SHAPE: gl.constexpr):
     """Returns a step's two products [BLOCK, M], and the scales of the rows of each."""
-    STAGES: gl.constexpr = SHAPE.stages
-    WIDE: gl.constexpr = _wide_of(SHAPE)
-    stage, bars, b_w = number % STAGES, stages.bars, stages.weights
-    own, others = WIDE * stage, WIDE * stage + WIDE - 1
-    mbarrier.wait(bars.index(stage), number // STAGES & 1)
+    BLOCKS: gl.constexpr = SHAPE.blocks
+    stage, b_w = number % SHAPE.stages, stages.weights
+    own, others = BLOCKS * stage, BLOCKS * stage + BLOCKS - 1
+    wait_loaded(stages.bars, number)
     nothing = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
     right = stages.inputs.index(own).permute((1, 0))
     other = stages.inputs.index(others).permute((1, 0))
     first = warpgroup_mma(b_w.index(2 * stage), right, nothing, use_acc=False, is_async=True)
     second = warpgroup_mma(b_w.index(2 * stage + 1), other, nothing, use_acc=False, is_async=True)
-    scale = stages.held.index(own).slice(0, _M, dim=1).load(_RESULT)
-    other_scale = stages.held.index(others).slice(0, _M, dim=1).load(_RESULT)
+    scale = stages.row_scales.index(own).slice(0, _M, dim=1).load(_RESULT)
+    other_scale = stages.row_scales.index(others).slice(0, _M, dim=1).load(_RESULT)
     first, second = warpgroup_mma_wait(0, [first, second])
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
+    release(stages.bars, stage)
     return first, second, scale, other_scale
 
 
-_FORM = MixtureForm(_open_stages, _load_up, _load_down, _consume, 1, 128, 56)
+_FORM = MixtureForm(_consume, 1, 128, 56)

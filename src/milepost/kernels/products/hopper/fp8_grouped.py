@@ -26,12 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import round_block
+from milepost.kernels.platform.gluon import boxes_of, release, round_block, wait_loaded
 from milepost.kernels.platform.numerics import multiply_within
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
-from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars
+from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars_of
 from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
@@ -39,7 +39,6 @@ from milepost.kernels.products.run import RoutedRows
 
 _ROWS, _STAGES = 64, 4
 """Rows of a group of warps, half of a block's; and stages."""
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _HALF, _BLOCK = gl.constexpr(_ROWS), gl.constexpr(BLOCK)
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 _RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))
@@ -66,12 +65,11 @@ def run(routed: RoutedRows) -> Tensor:
 
 
 def _box_weights(weight: Fp8) -> TensorDescriptor:
-    matrix = weight.values.view(-1, weight.num_inputs)
-    return TensorDescriptor.from_tensor(matrix, [BLOCK, BLOCK], _LAYOUT)
+    return boxes_of(weight.values, BLOCK, BLOCK)
 
 
 def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(rows, [_ROWS, BLOCK], _LAYOUT)
+    return boxes_of(rows, _ROWS, BLOCK)
 
 
 @gluon.jit
@@ -81,7 +79,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     inputs = gl.allocate_shared_memory(dtype, [2 * SHAPE.stages, _HALF, _BLOCK], weight.layout)
     shape: gl.constexpr = [SHAPE.parts * SHAPE.stages, _BLOCK, _BLOCK]
     weights = gl.allocate_shared_memory(dtype, shape, weight.layout)
-    bars = open_bars(SHAPE)
+    bars = open_bars_of(SHAPE)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(2):
         mbarrier.init(turns.index(half), count=1)
@@ -145,7 +143,7 @@ def _make_active(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.cons
             first = block * (2 * _HALF) + OWN * _HALF
             _store_rows(output.base, values, first, tile * _BLOCK, SHAPE.outputs)
         else:
-            _skip(number, stages.bars, STEPS, SHAPE.stages)
+            _skip(number, stages.bars, STEPS)
         number += STEPS
         turn += gl.where(is_tall, STEPS * SHAPE.parts, 0)
 
@@ -181,7 +179,7 @@ def _make_outputs(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.con
             if PARTS == 2:
                 _store_routed(output.base, second * weight, target, is_row, column + _BLOCK, SHAPE)
         else:
-            _skip(number, stages.bars, STEPS, SHAPE.stages)
+            _skip(number, stages.bars, STEPS)
         expert, first_row, end = next_expert, next_row, next_end
         number += STEPS
         turn += gl.where(is_tall, STEPS * PARTS, 0)
@@ -195,7 +193,6 @@ def _multiply(
     """Returns both parts' products [HALF, BLOCK] of a tile, whose scales are at `p_first` and APART
     from it; those of its rows at `p_row`, step by step `stride` apart. `turn` counts the products
     of tiles in which both groups have rows, `is_tall`."""
-    STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = SHAPE.parts
     bars = stages.bars
     p_second = p_first + APART
@@ -206,20 +203,19 @@ def _multiply(
         ahead = gl.minimum(step + 1, SHAPE.steps - 1)
         next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
         next_row = gl.load(p_row + ahead * stride)
-        stage = number % STAGES
-        mbarrier.wait(bars.index(stage), number // STAGES & 1)
+        stage = wait_loaded(bars, number)
         left = stages.inputs.index(2 * stage + OWN)
         right = stages.weights.index(stage * PARTS).permute((1, 0))
         product = _multiply_in_turn(left, right, stages.turns, turn, is_tall, OWN)
         turn += 1
         if PARTS == 1:
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            release(bars, stage)
         first = _add_here(first, product, row_scale * first_scale)
         if PARTS == 2:
             right = stages.weights.index(stage * PARTS + 1).permute((1, 0))
             product = _multiply_in_turn(left, right, stages.turns, turn, is_tall, OWN)
             turn += 1
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            release(bars, stage)
             second = _add_here(second, product, row_scale * second_scale)
         first_scale, second_scale, row_scale = next_first, next_second, next_row
         number += 1
@@ -248,11 +244,10 @@ def _add_here(total, product, scale):
 
 
 @gluon.jit
-def _skip(number, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
+def _skip(number, bars, STEPS: gl.constexpr):
     """Releases the steps of a tile in which the group has no rows."""
     for _ in range(STEPS):
-        mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
-        mbarrier.arrive(bars.index(STAGES + number % STAGES), count=1)
+        release(bars, wait_loaded(bars, number))
         number += 1
 
 

@@ -14,17 +14,12 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from milepost.kernels.platform.gluon import boxes_of, release, wait_loaded
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper.raw_small_m import (
     LINE,
-    RAW_LAYOUT,
     begin_beside,
     consume_beside,
     produce_beside,
@@ -43,8 +38,6 @@ from milepost.kernels.products.hopper.tiles import MMA_M, Fp8Tiles
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run import Multiplication
 
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-_SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _REGISTERS = 80
 _MOST_AHEAD = 64 * 32
 """Sums of a group's product up to which its threads have registers for two products at a time."""
@@ -64,13 +57,13 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
         is_swapped=tiles.is_swapped,
         beside=0 if beside is None else beside.num_outputs,
     )
-    describe, block_m = TensorDescriptor.from_tensor, tiles.block_m
+    block_m = tiles.block_m
     boxes = SmallBoxes(
-        describe(rows, [block_m, BLOCK], _LAYOUT),
-        describe(weight.values, [tiles.box, BLOCK], _LAYOUT),
-        describe(row_scales, [1, block_m], _SCALES),
-        None if beside is None else describe(given.values, [block_m, LINE], RAW_LAYOUT),
-        None if beside is None else describe(beside.values, [BESIDE_N, LINE], RAW_LAYOUT),
+        boxes_of(rows, block_m, BLOCK),
+        boxes_of(weight.values, tiles.box, BLOCK),
+        boxes_of(row_scales, 1, block_m),
+        None if beside is None else boxes_of(given.values, block_m, LINE),
+        None if beside is None else boxes_of(beside.values, BESIDE_N, LINE),
     )
     product = SmallProduct(weight.scales, output, len(given.rows), output.stride(-2))
     how = {"PRODUCE": _produce, "CONSUME": _consume, "num_warps": 4, "maxnreg": _REGISTERS}
@@ -168,10 +161,8 @@ def _load_scales(pointers, step, SHAPE: gl.constexpr):
 @gluon.jit
 def _begin(stages, number, PART: gl.constexpr, SHAPE: gl.constexpr):
     """Waits for a step, and begins to multiply it."""
-    STAGES: gl.constexpr = SHAPE.stages
     N: gl.constexpr = SHAPE.mma_n // 2
-    stage = number % STAGES
-    mbarrier.wait(stages.bars.index(stage), number // STAGES & 1)
+    stage = wait_loaded(stages.bars, number)
     left, right = stages.weights.index(stage).slice(PART * N, N), stages.inputs.index(stage)
     if not SHAPE.is_swapped:
         left, right = right, left
@@ -184,9 +175,8 @@ def _begin(stages, number, PART: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit
 def _add(stages, result, product, scales, number, LATER: gl.constexpr, SHAPE: gl.constexpr):
     """Adds a step's product, times its scales, when all but the LATER ones are computed."""
-    STAGES: gl.constexpr = SHAPE.stages
     RESULT: gl.constexpr = _layout_of(SHAPE)
-    stage = number % STAGES
+    stage = number % SHAPE.stages
     if SHAPE.is_swapped:
         row_scale = stages.row_scales.index(stage).slice(0, SHAPE.block_m, 1).load(RESULT)
     else:
@@ -194,5 +184,5 @@ def _add(stages, result, product, scales, number, LATER: gl.constexpr, SHAPE: gl
     first, second, is_first = scales
     scale = gl.where(is_first, first, second)
     product = warpgroup_mma_wait(LATER, [product])
-    mbarrier.arrive(stages.bars.index(STAGES + stage), count=1)
+    release(stages.bars, stage)
     return result + product * (row_scale * scale)

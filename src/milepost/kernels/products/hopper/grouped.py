@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.gluon import load_box, open_bars, thread_barrier, wait_free
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
@@ -195,14 +195,9 @@ def _consume(
 
 
 @gluon.jit
-def open_bars(SHAPE: gl.constexpr):
-    """Allocates the stages' barriers. Loaded stages await weights and gathered rows one by one."""
-    STAGES: gl.constexpr = SHAPE.stages
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=2 if SHAPE.is_up else 1)
-        mbarrier.init(bars.index(STAGES + stage), count=2)
-    return bars
+def open_bars_of(SHAPE: gl.constexpr):
+    """Allocates the ring's barriers. A step awaits weights and gathered rows one by one."""
+    return open_bars(SHAPE.stages, 2 if SHAPE.is_up else 1, 2)
 
 
 @gluon.jit
@@ -230,8 +225,7 @@ def _produce(
         else:
             found = (block * SHAPE.block_m if SHAPE.is_padded else first_row, end - first_row)
         for step in range(SHAPE.steps):
-            stage = number % STAGES
-            mbarrier.wait(bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+            stage = wait_free(bars, number)
             _load_weights(stages, weight, rows, row, found, step, stage, SHAPE)
             if SHAPE.is_up:
                 COPY(found, step, stages, stage)

@@ -12,29 +12,26 @@ size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.gluon import boxes_of, thread_barrier
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.hopper.experts import (
-    BLOCK_M,
     ExpertOutput,
-    MixtureBoxes,
     MixtureForm,
     MixtureShape,
+    launch,
+    store_routed,
+)
+from milepost.kernels.products.hopper.experts_loading import (
+    BLOCK_M,
+    MixtureBoxes,
     find_down,
     find_place,
-    launch,
     share_down,
-    store_routed,
-    wait_for,
 )
 from milepost.kernels.products.hopper.int4_fragments import (
     HALF,
@@ -50,20 +47,7 @@ from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = 3
-_ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
-
-
-class HalvedStages(NamedTuple):
-    """Inputs [4 * STAGES, BLOCK_M, 64], a step's rows in halves of blocks, and weights [2 * STAGES,
-    64, 128], bytes of both parts, in shared memory; barriers of stages that are loaded, which await
-    weights and rows apart, and of those that are used up."""
-
-    inputs: Any
-    weights: Any
-    loaded: Any
-    used: Any
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -73,17 +57,14 @@ def run(routed: RoutedRows) -> Tensor:
     active = routed.values.new_empty(len(given.rows), routed.size)
     boxes = _boxes(given.rows, up), _boxes(active, down)
     wide = HALF if routed.is_gated else BLOCK
-    shape = MixtureShape.of(routed, wide, BLOCK, _STAGES, up.group, down.group)
+    how = {"depth": 2 * BLOCK, "up_group": up.group, "down_group": down.group}
+    shape = MixtureShape.of(routed, wide, BLOCK, _STAGES, **how)
     return launch(routed, given, ExpertOutput(active), boxes, shape, FORM)
 
 
 def _boxes(rows: Tensor, weight: Int4) -> MixtureBoxes:
-    packed = weight.packed.view(-1, weight.num_inputs // 2)
-    return MixtureBoxes(
-        TensorDescriptor.from_tensor(rows, [BLOCK_M, HALF], _ROWS_LAYOUT),
-        None,
-        TensorDescriptor.from_tensor(packed, [HALF, BLOCK], _WEIGHTS_LAYOUT),
-    )
+    weights = boxes_of(weight.packed, HALF, BLOCK)
+    return MixtureBoxes(boxes_of(rows, BLOCK_M, HALF), None, weights)
 
 
 @gluon.constexpr_function
@@ -95,69 +76,6 @@ def _up_of(shape):
 @gluon.constexpr_function
 def _down_of(shape):
     return halve_steps(shape.size, shape.down_group, HALF)
-
-
-@gluon.jit
-def _open_stages(rows, row_scales, weight, SHAPE: gl.constexpr):
-    """Allocates shared memory for the stages, and their barriers."""
-    STAGES: gl.constexpr = SHAPE.stages
-    inputs = gl.allocate_shared_memory(rows.dtype, [4 * STAGES, _M, _HALF], rows.layout)
-    weights = gl.allocate_shared_memory(weight.dtype, [2 * STAGES, _HALF, _BLOCK], weight.layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(stage), count=2)
-        mbarrier.init(used.index(stage), count=1)
-    return HalvedStages(inputs, weights, loaded, used)
-
-
-@gluon.jit
-def _load_up(stages, up, row, first, number, SHAPE: gl.constexpr):
-    """Loads a unit's steps; returns the number of the next step."""
-    UP: gl.constexpr = _up_of(SHAPE)
-    for step in range(UP.steps):
-        stage = _load_weights(stages, up, row, UP.apart, step, number, SHAPE)
-        _load_rows(stages, up, first, step, stage)
-        number += 1
-    return number
-
-
-@gluon.jit
-def _load_down(stages, down, row, first, number, counter, SHAPE: gl.constexpr):
-    """Loads a unit's steps of the down projection, its rows once `counter` says that they are
-    complete."""
-    DOWN: gl.constexpr = _down_of(SHAPE)
-    for step in range(DOWN.steps):
-        stage = _load_weights(stages, down, row, DOWN.apart, step, number, SHAPE)
-        if step == 0:
-            wait_for(counter, SHAPE.tiles)
-        _load_rows(stages, down, first, step, stage)
-        number += 1
-    return number
-
-
-@gluon.jit
-def _load_weights(stages, boxes, row, APART: gl.constexpr, step, number, SHAPE: gl.constexpr):
-    """Loads a step's weights, from `row` on and APART from there, once its stage is free. Returns
-    the stage."""
-    stage = number % SHAPE.stages
-    bar = stages.loaded.index(stage)
-    mbarrier.wait(stages.used.index(stage), (number // SHAPE.stages & 1) ^ 1)
-    mbarrier.expect(bar, 2 * _HALF * _BLOCK)
-    for part in gl.static_range(2):
-        at = [row + part * APART, step * _BLOCK]
-        load_box(boxes[2], at, bar, stages.weights.index(2 * stage + part))
-    return stage
-
-
-@gluon.jit
-def _load_rows(stages, boxes, first, step, stage):
-    """Loads a step of the rows from `first` on."""
-    bar = stages.loaded.index(stage)
-    mbarrier.expect(bar, 4 * _M * _BLOCK)
-    for i in gl.static_range(4):
-        at = [first, step * (2 * _BLOCK) + i * _HALF]
-        load_box(boxes[0], at, bar, stages.inputs.index(4 * stage + i))
 
 
 @gluon.jit
@@ -189,7 +107,7 @@ def _consume_up(stages, lists, scales, active, SHAPE: gl.constexpr):
         next_place = (next_expert * HEIGHT + following % TILES * SHAPE.wide) * UP.words
         # Looked up two units ahead, or each would begin with waiting.
         next_expert = gl.load(owners + gl.minimum(following + stride, num_units - 1) // TILES)
-        gate, up, held = multiply(stages, held, own, place, next_place, number, UP, SHAPE)
+        gate, up, held = multiply(stages, held, own, place, next_place, number, UP)
         number += UP.steps
         if SHAPE.is_gated:
             _store_active(active, activate(up, gate, True, SHAPE.limit), unit, 0, SHAPE)
@@ -250,11 +168,11 @@ def _consume_down(stages, lists, scaled, output, begun, number, SHAPE: gl.conste
         next_expert = gl.load(owners + find_place(index + 2, turns, num_blocks, SHAPE))
         next_block = find_place(index + 1, turns, num_blocks, SHAPE)
         next_own = _load_routed(lists.routed, next_block, SHAPE)
-        first, second, held = multiply(stages, held, scaled, place, next_place, number, DOWN, SHAPE)
+        first, second, held = multiply(stages, held, scaled, place, next_place, number, DOWN)
         number += DOWN.steps
         column = find_down(index, turns) % SHAPE.columns * _BLOCK
         store_routed(output.base, own, weight, first, second, column + o_n, SHAPE)
         place = next_place
 
 
-FORM = MixtureForm(_open_stages, _load_up, _load_down, _consume, 3, 80, 24)
+FORM = MixtureForm(_consume, 3, 80, 24)

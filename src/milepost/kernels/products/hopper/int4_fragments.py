@@ -17,11 +17,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.gluon import release, thread_barrier, wait_loaded
 from milepost.kernels.products.forms.quantised import BLOCK, lane_of
-from milepost.kernels.products.hopper.experts import BLOCK_M
+from milepost.kernels.products.hopper.experts_loading import BLOCK_M
 from milepost.kernels.products.hopper.int4_numbers import (
     as_words,
     halve,
@@ -122,9 +122,7 @@ def load_scales(own, place, step, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    stages, held, own, place, next_place, number, HALVES: gl.constexpr, SHAPE: gl.constexpr
-):
+def multiply(stages, held, own, place, next_place, number, HALVES: gl.constexpr):
     """Returns both parts' products [N, M] of a unit, and the next unit's first scales. The unit's
     first step is the program's step `number` and has the scales `held`."""
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
@@ -140,8 +138,7 @@ def multiply(
             next_held = load_scales(own, later, next_step, HALVES)
         first_scales, second_scales = _split(held[0][0], PRODUCTS), _split(held[0][1], PRODUCTS)
         first_zeros, second_zeros = _split(held[1][0], _LEFT), _split(held[1][1], _LEFT)
-        stage = number % SHAPE.stages
-        mbarrier.wait(stages.loaded.index(stage), number // SHAPE.stages & 1)
+        stage = wait_loaded(stages.bars, number)
         for b in gl.static_range(2):
             if b == 1 and not IS_EARLY:
                 next_held = load_scales(own, later, next_step, HALVES)
@@ -157,7 +154,7 @@ def multiply(
             # barrier does not wait for reads, so TMA would overwrite what is still to be read.
             fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(stages.used.index(stage), count=1)
+        release(stages.bars, stage)
         number += 1
         held = next_held
     return first, second, held

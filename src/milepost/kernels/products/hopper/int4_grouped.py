@@ -16,14 +16,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.gluon import boxes_of, release, thread_barrier, wait_loaded
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
@@ -32,7 +28,7 @@ from milepost.kernels.products.hopper.grouped import (
     GroupedForm,
     GroupedStages,
     find_block,
-    open_bars,
+    open_bars_of,
 )
 from milepost.kernels.products.hopper.int4_grouped_parts import (
     PACKED,
@@ -49,7 +45,6 @@ _STAGES = {64: 6, 128: 4}
 _SOME_ROWS = 48
 """Most rows per expert for which blocks have 64 rows."""
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_WEIGHTS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
 _ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(PIECE)
@@ -71,12 +66,11 @@ def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
 
 
 def _box_weights(weight: Int4) -> TensorDescriptor:
-    packed = weight.packed.view(torch.int16).view(-1, weight.num_inputs // 4)
-    return TensorDescriptor.from_tensor(packed, [BLOCK, PIECE // 2], _WEIGHTS_LAYOUT)
+    return boxes_of(weight.packed.view(torch.int16), BLOCK, PIECE // 2)
 
 
 def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(rows, [PIECE, PIECE], _ROWS_LAYOUT)
+    return boxes_of(rows, PIECE, PIECE)
 
 
 @gluon.jit
@@ -85,7 +79,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     inputs = gl.allocate_shared_memory(DTYPE, [2 * SHAPE.stages, SHAPE.block_m, _HALF], _ROWS)
     shape: gl.constexpr = [2 * SHAPE.stages, _BLOCK, _HALF // 2]
     weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
-    return GroupedStages(inputs, weights, open_bars(SHAPE))
+    return GroupedStages(inputs, weights, open_bars_of(SHAPE))
 
 
 @gluon.jit
@@ -240,8 +234,7 @@ def _multiply(
     scales, zeros = held
     first = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
     second = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
-    mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
-    packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(PACKED)
+    packed = weights.index(2 * wait_loaded(bars, number)).slice(OWN * _HALF, _HALF).load(PACKED)
     left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
     for step in range(STEPS):
         stage = number % STAGES
@@ -261,14 +254,14 @@ def _multiply(
         second = warpgroup_mma_wait(0, [product])
         # The next step; after the last one the same once more, for nothing.
         number += gl.where(step + 1 < STEPS, 1, 0)
-        mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
+        next_stage = wait_loaded(bars, number)
         scales, zeros = next_scales, next_zeros
         product = warpgroup_mma(left, later_rows, second, is_async=True)
-        packed = weights.index(2 * (number % STAGES)).slice(OWN * _HALF, _HALF).load(PACKED)
+        packed = weights.index(2 * next_stage).slice(OWN * _HALF, _HALF).load(PACKED)
         left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
         thread_barrier()
-        mbarrier.arrive(bars.index(STAGES + stage), count=1)
+        release(bars, stage)
     return first, second
 
 

@@ -25,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import boxes_of, load_box, release, wait_loaded
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.hopper.small_m import (
     BESIDE_N,
@@ -55,11 +54,9 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     how |= {"block_m": tiles.block_m, "lines": tiles.lines}
     shape = SmallShape.of(weight, tiles, RAW_BLOCK_K, **how)
     # Boxes have a power of two of rows.
-    box = [tiles.block_n & -tiles.block_n, RAW_BLOCK_K]
-    boxes = SmallBoxes(
-        TensorDescriptor.from_tensor(hidden, [tiles.block_m, RAW_BLOCK_K], RAW_LAYOUT),
-        TensorDescriptor.from_tensor(weight.values, box, RAW_LAYOUT),
-    )
+    height = tiles.block_n & -tiles.block_n
+    rows = boxes_of(hidden, tiles.block_m, RAW_BLOCK_K)
+    boxes = SmallBoxes(rows, boxes_of(weight.values, height, RAW_BLOCK_K))
     stride = None if output.is_contiguous() else output.stride(0)
     product = SmallProduct(None, output, len(hidden), stride)
     # Few registers, so that the kernels before and after fit beside it.
@@ -93,12 +90,12 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
                 result = warpgroup_mma(stages.weights.index(number), right, result, is_async=True)
             result = warpgroup_mma_wait(LINES, [result])
             if step > 0:
-                mbarrier.arrive(stages.bars.index(STAGES + previous), count=1)
+                release(stages.bars, previous)
             # Counted, because a division takes longer than a step of few rows multiplies.
             previous, is_last = stage, stage == STAGES - 1
             stage, phase = gl.where(is_last, 0, stage + 1), phase ^ is_last.to(gl.int32)
         result = warpgroup_mma_wait(0, [result])
-        mbarrier.arrive(stages.bars.index(STAGES + previous), count=1)
+        release(stages.bars, previous)
         values = gl.convert_layout(result.to(product.base.dtype.element_ty), STORED)
         inside = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, STORED)), 1)
         store(product, values, unit, inside, SHAPE.block_n, 1, SHAPE)
@@ -180,7 +177,6 @@ def _fetch_raw_rows(stages, boxes, step, stage):
 @gluon.jit
 def consume_beside(stages, product, number, PART: gl.constexpr, SHAPE: gl.constexpr):
     """Multiplies half of the outputs of raw units; the program has used up `number` steps."""
-    STAGES: gl.constexpr = SHAPE.stages
     HALF: gl.constexpr = _RAW_N // 2
     PARTS: gl.constexpr = _parts_of(SHAPE.block_m)
     STEPS: gl.constexpr = SHAPE.inputs // (PARTS * _MMA_M)
@@ -192,15 +188,14 @@ def consume_beside(stages, product, number, PART: gl.constexpr, SHAPE: gl.conste
     for unit in range(first, end, gl.num_programs(0)):
         result = gl.zeros([_MMA_M, HALF], gl.float32, layout=RESULT)
         for _ in range(STEPS):
-            stage = number % STAGES
-            mbarrier.wait(stages.bars.index(stage), number // STAGES & 1)
+            stage = wait_loaded(stages.bars, number)
             place = _as_lines(stages.weights.index(stage), dtype)
             for part in gl.static_range(PARTS):
                 left = place.slice(part * _MMA_M, _MMA_M)
                 right = place.slice(part * _MMA_M + _MMA_M // PARTS + PART * HALF, HALF)
                 result = warpgroup_mma(left, right.permute((1, 0)), result, is_async=True)
             result = warpgroup_mma_wait(0, [result])
-            mbarrier.arrive(stages.bars.index(STAGES + stage), count=1)
+            release(stages.bars, stage)
             number += 1
         column = (unit - SHAPE.tiles * SHAPE.split_k) * _RAW_N + inside
         target = product.base + row * product.stride + SHAPE.outputs + column

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import load_box, open_bars, wait_free
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import cdiv
 
@@ -166,11 +166,7 @@ def _open_stages(rows, weight, SHAPE: gl.constexpr, GROUPS: gl.constexpr):
     dtype: gl.constexpr = weight.dtype
     inputs = gl.allocate_shared_memory(dtype, [LINES, SHAPE.block_m, SHAPE.block_k], rows.layout)
     weights = gl.allocate_shared_memory(dtype, [LINES, SHAPE.mma_n, SHAPE.block_k], weight.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(STAGES):
-        mbarrier.init(bars.index(bar), count=1)
-        mbarrier.init(bars.index(STAGES + bar), count=GROUPS)
-    return inputs, weights, bars
+    return inputs, weights, open_bars(STAGES, 1, GROUPS)
 
 
 @gluon.jit
@@ -191,8 +187,7 @@ def produce(stages, boxes, SHAPE: gl.constexpr):
         _fetch_inputs(stages, boxes, step, number, SHAPE)
     for number in range(STAGES, num_steps):
         tile, step = _locate(number, first, stride, SHAPE)
-        stage = number % STAGES
-        mbarrier.wait(stages.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+        stage = wait_free(stages.bars, number)
         _fetch_weights(stages, boxes, tile, step, stage, SHAPE)
         _fetch_inputs(stages, boxes, step, stage, SHAPE)
 
