@@ -26,47 +26,34 @@ from milepost.kernels.platform.gluon import (
 )
 from milepost.kernels.platform.numerics import multiply_within
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.hopper.experts import (
-    ExpertOutput,
-    MixtureForm,
-    MixtureShape,
-    launch,
-    store_routed,
-)
-from milepost.kernels.products.hopper.experts_loading import (
-    BLOCK_M,
-    MixtureBoxes,
-    fence_async,
-    find_down,
-    find_place,
-    share_down,
-)
+from milepost.kernels.products.hopper import experts
+from milepost.kernels.products.hopper import experts_loading as loading
 from milepost.kernels.products.portable.gathering import gather
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = 4
-_RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32]))
-_BLOCK, _M = gl.constexpr(BLOCK), gl.constexpr(BLOCK_M)
+_RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, loading.BLOCK_M, 32]))
+_BLOCK, _M = gl.constexpr(BLOCK), gl.constexpr(loading.BLOCK_M)
 
 
 def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
     up, down = routed.weights(Fp8)
     rows, row_scales = round_lines(routed.rows, up, routed.chip)
-    given = gather(rows, row_scales, routed.experts, routed.num_experts, BLOCK_M)
-    active = ExpertOutput(*new_rounded(routed, len(given.rows)))
+    given = gather(rows, row_scales, routed.experts, routed.num_experts, loading.BLOCK_M)
+    active = experts.ExpertOutput(*new_rounded(routed, len(given.rows)))
     boxes = _boxes(given.rows, given.scales, up), _boxes(active.base, active.scales, down)
     blocks = 2 if routed.size % (2 * BLOCK) == 0 else 1
-    shape = MixtureShape.of(routed, BLOCK, 2 * BLOCK, _STAGES, blocks=blocks)
-    return launch(routed, given, active, boxes, shape, _FORM)
+    shape = experts.MixtureShape.of(routed, BLOCK, 2 * BLOCK, _STAGES, blocks=blocks)
+    return experts.launch(routed, given, active, boxes, shape, _FORM)
 
 
-def _boxes(rows: Tensor, scales: Any, weight: Fp8) -> MixtureBoxes:
-    return MixtureBoxes(
-        boxes_of(rows, BLOCK_M, BLOCK),
-        boxes_of(scales, 1, BLOCK_M),
+def _boxes(rows: Tensor, scales: Any, weight: Fp8) -> loading.MixtureBoxes:
+    return loading.MixtureBoxes(
+        boxes_of(rows, loading.BLOCK_M, BLOCK),
+        boxes_of(scales, 1, loading.BLOCK_M),
         boxes_of(weight.values, BLOCK, BLOCK),
     )
 
@@ -105,7 +92,7 @@ def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SH
         gl.store(active.scales + tile * capacity + row, scale)
         target = active.base + row.to(gl.int64)[None, :] * SHAPE.size
         gl.store(target + (tile * _BLOCK + o_n)[:, None], values, mask=is_row[None, :])
-        fence_async()
+        loading.fence_async()
         thread_barrier()
         gl.atomic_add(lists.counters + place, 1, sem="release")
     return number
@@ -119,11 +106,11 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
     STEPS: gl.constexpr = SHAPE.tiles
     o_n = gl.arange(0, _BLOCK, layout=gl.SliceLayout(1, _RESULT))
     o_m = gl.arange(0, _M, layout=gl.SliceLayout(0, _RESULT))
-    turns, num_units = share_down(num_blocks, SHAPE)
-    expert = gl.load(owners + find_place(0, turns, num_blocks, SHAPE))
+    turns, num_units = loading.share_down(num_blocks, SHAPE)
+    expert = gl.load(owners + loading.find_place(0, turns, num_blocks, SHAPE))
     for index in range(num_units):
-        next_expert = gl.load(owners + find_place(index + 1, turns, num_blocks, SHAPE))
-        unit = find_down(index, turns)
+        next_expert = gl.load(owners + loading.find_place(index + 1, turns, num_blocks, SHAPE))
+        unit = loading.find_down(index, turns)
         place, tile = unit // COLUMNS, unit % COLUMNS
         own = gl.load(lists.routed + place * _M + o_m)
         weight = gl.load(output.routing_weights + own, mask=own >= 0, other=0.0).to(gl.float32)
@@ -135,7 +122,9 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
         else:
             first, second = _add_up_at_once(stages, number, p_first, p_second, STEPS, SHAPE)
         number += STEPS
-        store_routed(output.base, own, weight, first, second, tile * (2 * _BLOCK) + o_n, SHAPE)
+        experts.store_routed(
+            output.base, own, weight, first, second, tile * (2 * _BLOCK) + o_n, SHAPE
+        )
         expert = next_expert
 
 
@@ -210,4 +199,4 @@ def _multiply(stages, number, SHAPE: gl.constexpr):
     return first, second, scale, other_scale
 
 
-_FORM = MixtureForm(_consume, 1, 128, 56)
+_FORM = experts.MixtureForm(_consume, 1, 128, 56)

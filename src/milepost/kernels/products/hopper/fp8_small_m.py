@@ -18,21 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from milepost.kernels.platform.gluon import boxes_of, release, wait_loaded
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
+from milepost.kernels.products.hopper import small_m
 from milepost.kernels.products.hopper.raw_small_m import (
     LINE,
     begin_beside,
     consume_beside,
     produce_beside,
-)
-from milepost.kernels.products.hopper.small_m import (
-    BESIDE_N,
-    SmallBoxes,
-    SmallProduct,
-    SmallShape,
-    half_of,
-    launch,
-    produce,
-    store,
 )
 from milepost.kernels.products.hopper.tiles import MMA_M, Fp8Tiles
 from milepost.kernels.products.portable.rounding import round_lines
@@ -48,7 +39,7 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
     weight, beside, output = given.weight, given.beside, given.output(tiles.split_k)
     assert isinstance(weight, Fp8), "the kernel's form"
     rows, row_scales = round_lines(given.rows, weight, given.chip)
-    shape = SmallShape.of(
+    shape = small_m.SmallShape.of(
         weight,
         tiles,
         BLOCK,
@@ -58,16 +49,16 @@ def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
         beside=0 if beside is None else beside.num_outputs,
     )
     block_m = tiles.block_m
-    boxes = SmallBoxes(
+    boxes = small_m.SmallBoxes(
         boxes_of(rows, block_m, BLOCK),
         boxes_of(weight.values, tiles.box, BLOCK),
         boxes_of(row_scales, 1, block_m),
         None if beside is None else boxes_of(given.values, block_m, LINE),
-        None if beside is None else boxes_of(beside.values, BESIDE_N, LINE),
+        None if beside is None else boxes_of(beside.values, small_m.BESIDE_N, LINE),
     )
-    product = SmallProduct(weight.scales, output, len(given.rows), output.stride(-2))
+    product = small_m.SmallProduct(weight.scales, output, len(given.rows), output.stride(-2))
     how = {"PRODUCE": _produce, "CONSUME": _consume, "num_warps": 4, "maxnreg": _REGISTERS}
-    return launch(boxes, product, shape, given.chip.num_sms, **how)
+    return small_m.launch(boxes, product, shape, given.chip.num_sms, **how)
 
 
 @gluon.jit
@@ -76,7 +67,7 @@ def _produce(stages, boxes, SHAPE: gl.constexpr):
     num_begun = 0
     if SHAPE.beside:
         num_begun = begin_beside(stages, boxes, SHAPE)
-    produce(stages, boxes, SHAPE)
+    small_m.produce(stages, boxes, SHAPE)
     if SHAPE.beside:
         produce_beside(stages, boxes, num_begun, SHAPE)
 
@@ -87,7 +78,7 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
     DEPTHS: gl.constexpr = SHAPE.steps * SHAPE.split_k
     BLOCK: gl.constexpr = SHAPE.block_k
     LAST: gl.constexpr = (SHAPE.outputs + BLOCK - 1) // BLOCK - 1
-    N: gl.constexpr = half_of(SHAPE)
+    N: gl.constexpr = small_m.half_of(SHAPE)
     # Outputs are the rows of the product if it is swapped, else its columns.
     ACROSS: gl.constexpr = 1 if SHAPE.is_swapped else 0
     layout: gl.constexpr = gl.SliceLayout(ACROSS, _layout_of(SHAPE))
@@ -103,7 +94,7 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
         pointers = p_first, p_second, own < BLOCK - column % BLOCK
         result, number = _add_up(stages, pointers, number, PART, SHAPE)
         values = result.to(product.base.dtype.element_ty)
-        store(product, values, unit, PART * N + own, END, ACROSS, SHAPE)
+        small_m.store(product, values, unit, PART * N + own, END, ACROSS, SHAPE)
     if SHAPE.beside:
         consume_beside(stages, product, number, PART, SHAPE)
 

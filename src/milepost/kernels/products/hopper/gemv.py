@@ -20,27 +20,12 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.hopper.gemv_parts import (
-    PARTS,
-    PRODUCTS,
-    TILE,
-    RowShape,
-    RowWeight,
-    keep_blocks,
-    keep_row,
-    load_blocks,
-    load_row,
-    multiply_blocks,
-    operand_layout,
-    outputs_of,
-    rows_of,
-    to_outputs,
-)
+from milepost.kernels.products.hopper import gemv_parts as parts
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _HELD, _DOWN_HELD = 4, 5
 """Blocks of a row that a thread holds at a time; half as many if it has two rows, gate and up."""
-_TILE, _BLOCK = gl.constexpr(TILE), gl.constexpr(BLOCK)
+_TILE, _BLOCK = gl.constexpr(parts.TILE), gl.constexpr(BLOCK)
 
 
 def run(given: Multiplication, tiles: None) -> Tensor:
@@ -48,16 +33,16 @@ def run(given: Multiplication, tiles: None) -> Tensor:
     weight, output, is_gated = given.weight, given.output(), given.is_gated
     assert isinstance(weight, Fp8), "the kernel's form"
     how = {"is_gated": is_gated, "is_active": is_gated, "held": _HELD // (1 + is_gated)}
-    shape = RowShape.of(weight, output.shape[1], **how)
-    _row_kernel[(cdiv(shape.outputs, TILE), 1)](
+    shape = parts.RowShape.of(weight, output.shape[1], **how)
+    _row_kernel[(cdiv(shape.outputs, parts.TILE), 1)](
         given.values,
         None,
-        RowWeight.of(weight),
+        parts.RowWeight.of(weight),
         given.bias,
         output,
         given.values.stride(0),
         SHAPE=shape,
-        num_warps=PARTS,
+        num_warps=parts.PARTS,
         **OVERLAPPED,
     )
     return output
@@ -71,30 +56,30 @@ def run_experts(routed: RoutedRows) -> Tensor:
     assert isinstance(down, Fp8), "experts have one form"
     active, output = routed.values.new_empty(routed.num_routed, size), routed.new_output(1)
     how = {"is_gated": is_gated, "is_active": True, "held": _HELD // (1 + is_gated)}
-    shape = RowShape.of(up, size, top_k=num_chosen, limit=routed.limit, **how)
+    shape = parts.RowShape.of(up, size, top_k=num_chosen, limit=routed.limit, **how)
     # The next kernel may read the experts, and anything made with them, at once.
-    _row_kernel[(cdiv(size, TILE), routed.num_routed)](
+    _row_kernel[(cdiv(size, parts.TILE), routed.num_routed)](
         routed.values,
         routed.experts,
-        RowWeight.of(up),
+        parts.RowWeight.of(up),
         None,
         active,
         routed.values.stride(0),
         SHAPE=shape,
-        num_warps=PARTS,
+        num_warps=parts.PARTS,
         **OVERLAPPED,
     )
     num_outputs = output.shape[-1]
     how = {"top_k": num_chosen, "held": _DOWN_HELD}
-    shape = RowShape.of(down, num_outputs, num_chosen, **how)
-    _down_kernel[(cdiv(num_outputs, TILE), num_tokens)](
+    shape = parts.RowShape.of(down, num_outputs, num_chosen, **how)
+    _down_kernel[(cdiv(num_outputs, parts.TILE), num_tokens)](
         active,
         routed.routing_weights,
         routed.experts,
-        RowWeight.of(down),
+        parts.RowWeight.of(down),
         output,
         SHAPE=shape,
-        num_warps=PARTS,
+        num_warps=parts.PARTS,
         **OVERLAPPED,
     )
     return output
@@ -115,24 +100,24 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
         wait_for_inputs()
         launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
-        row_blocks = load_row(hidden + number // SHAPE.top_k * stride, SHAPE)
+        row_blocks = parts.load_row(hidden + number // SHAPE.top_k * stride, SHAPE)
         # The expert and the row are asked for ahead of this barrier: compilers would ask for the
         # row where it is needed.
         thread_barrier()
-        kept, sums = keep_blocks(row_blocks)
+        kept, sums = parts.keep_blocks(row_blocks)
         numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * _BLOCK)
         HEIGHT: gl.constexpr = (HALVES * SHAPE.outputs + SHAPE.scale_rows - 1) // SHAPE.scale_rows
         p_scale = expert * (HEIGHT * SHAPE.depths)
     else:
         launch_dependents()
-    row, part = rows_of(HALVES * _TILE, operand_layout())
+    row, part = parts.rows_of(HALVES * _TILE, parts.operand_layout())
     row = row // _TILE * SHAPE.outputs + (first + row % _TILE) % SHAPE.outputs
     starts = ()
     for b in gl.static_range(B):
         block = gl.minimum(part * B + b, SHAPE.blocks - 1)
         starts += (numbers + row.to(gl.int64) * (SHAPE.blocks * _BLOCK) + block * _BLOCK,)
-    held = load_blocks(starts, 0, SHAPE)
-    row, part = rows_of(HALVES * _TILE, PRODUCTS)
+    held = parts.load_blocks(starts, 0, SHAPE)
+    row, part = parts.rows_of(HALVES * _TILE, parts.PRODUCTS)
     row = row // _TILE * SHAPE.outputs + (first + row % _TILE) % SHAPE.outputs
     scale = ()
     for b in gl.static_range(B):
@@ -141,15 +126,15 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
         scale += (gl.load(weight.scales + place).to(gl.float32),)
     if experts is None:
         wait_for_inputs()
-        kept, sums = keep_blocks(load_row(hidden, SHAPE))
+        kept, sums = parts.keep_blocks(parts.load_row(hidden, SHAPE))
     # Loads of all weights are issued ahead of this barrier, too.
     thread_barrier()
-    total = multiply_blocks(held, starts, kept, sums, scale, SHAPE)
+    total = parts.multiply_blocks(held, starts, kept, sums, scale, SHAPE)
     gates, ups = _parted(total, SHAPE.is_gated)
     if SHAPE.is_active:
         ups = activate(ups, gates, SHAPE.is_gated, SHAPE.limit)
-    b_o = to_outputs(ups)
-    o_n = first + outputs_of(_TILE)
+    b_o = parts.to_outputs(ups)
+    o_n = first + parts.outputs_of(_TILE)
     if bias is not None:
         b_o += gl.load(bias + o_n, mask=o_n < SHAPE.outputs, other=0.0).to(gl.float32)
     place = output + number * SHAPE.outputs + o_n
@@ -179,7 +164,7 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
     # them yet.
     experts += token * SHAPE.top_k
     routing_weights += token * SHAPE.top_k
-    row, part = rows_of(_TILE, operand_layout())
+    row, part = parts.rows_of(_TILE, parts.operand_layout())
     row = (first + row) % OUTPUTS
     starts = ()
     for b in gl.static_range(B):
@@ -187,8 +172,8 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
         expert = gl.load(experts + block // EACH, cache_modifier=".cg").to(gl.int64)
         place = ((expert * OUTPUTS + row) * EACH + block % EACH) * _BLOCK
         starts += (weight.numbers + place,)
-    held = load_blocks(starts, 0, SHAPE)
-    row, part = rows_of(_TILE, PRODUCTS)
+    held = parts.load_blocks(starts, 0, SHAPE)
+    row, part = parts.rows_of(_TILE, parts.PRODUCTS)
     row = (first + row) % OUTPUTS
     HEIGHT: gl.constexpr = (OUTPUTS + SHAPE.scale_rows - 1) // SHAPE.scale_rows
     scale = ()
@@ -200,8 +185,8 @@ def _down_kernel(active, routing_weights, experts, weight, output, SHAPE: gl.con
         place += block % EACH
         scale += (gl.load(weight.scales + place).to(gl.float32) * share,)
     wait_for_inputs()
-    kept, sums = keep_row(active + token * (SHAPE.blocks * _BLOCK), SHAPE)
-    total = multiply_blocks(held, starts, kept, sums, scale, SHAPE)
-    b_o = to_outputs(total).to(output.dtype.element_ty)
-    o_n = first + outputs_of(_TILE)
+    kept, sums = parts.keep_row(active + token * (SHAPE.blocks * _BLOCK), SHAPE)
+    total = parts.multiply_blocks(held, starts, kept, sums, scale, SHAPE)
+    b_o = parts.to_outputs(total).to(output.dtype.element_ty)
+    o_n = first + parts.outputs_of(_TILE)
     gl.store(output + token * OUTPUTS + o_n, b_o, mask=o_n < OUTPUTS)

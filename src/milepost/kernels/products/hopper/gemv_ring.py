@@ -20,34 +20,24 @@ from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
-from milepost.kernels.products.hopper.gemv_parts import (
-    OUTPUTS_LAYOUT,
-    PARTS,
-    PRODUCTS,
-    TILE,
-    RowShape,
-    add_block,
-    keep_row,
-    operand_layout,
-    own_products,
-)
+from milepost.kernels.products.hopper import gemv_parts as parts
 from milepost.kernels.products.run import Multiplication
 
 _PROGRAMS, _STAGES, _REGISTERS = 2, 3, 120
 """Programs per SM, and the stages and registers that allow them."""
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-_PARTS, _TILE, _BLOCK = gl.constexpr(PARTS), gl.constexpr(TILE), gl.constexpr(BLOCK)
-_OUTPUTS = gl.constexpr(OUTPUTS_LAYOUT.value)
+_PARTS, _TILE, _BLOCK = gl.constexpr(parts.PARTS), gl.constexpr(parts.TILE), gl.constexpr(BLOCK)
+_OUTPUTS = gl.constexpr(parts.OUTPUTS_LAYOUT.value)
 
 
 def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by large FP8 weights. Gates and ups are the halves of gated ones."""
     weight, output, is_gated = given.weight, given.output(), given.is_gated
     assert isinstance(weight, Fp8), "the kernel's form"
-    num_units = weight.num_outputs // TILE
-    shape = RowShape.of(weight, output.shape[1], is_gated=is_gated)
-    values = weight.values.view(torch.uint8).view(-1, PARTS, weight.num_inputs // PARTS)
-    box = [TILE // (1 + is_gated), PARTS, BLOCK]
+    num_units = weight.num_outputs // parts.TILE
+    shape = parts.RowShape.of(weight, output.shape[1], is_gated=is_gated)
+    values = weight.values.view(torch.uint8).view(-1, parts.PARTS, weight.num_inputs // parts.PARTS)
+    box = [parts.TILE // (1 + is_gated), parts.PARTS, BLOCK]
     _ring_kernel[(min(num_units, _PROGRAMS * given.chip.num_sms),)](
         given.values,
         TensorDescriptor.from_tensor(values, box, _BOXES),
@@ -57,7 +47,7 @@ def run(given: Multiplication, tiles: None) -> Tensor:
         UNITS=num_units,
         STAGES=_STAGES,
         SHAPE=shape,
-        num_warps=PARTS,
+        num_warps=parts.PARTS,
         maxnreg=_REGISTERS,
         **OVERLAPPED,
     )
@@ -91,9 +81,9 @@ def _ring_kernel(
         at = (first + number // B * step) * EACH
         _fetch(weight, ring, bars, number, at, number % B, SHAPE)
     wait_for_inputs()
-    kept, kept_scales = keep_row(hidden, SHAPE)
+    kept, kept_scales = parts.keep_row(hidden, SHAPE)
     # A box holds one row's parts after the other's.
-    o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, PRODUCTS))
+    o_m = gl.arange(0, _TILE * _PARTS, gl.SliceLayout(1, parts.PRODUCTS))
     inside, part = o_m // _PARTS, o_m % _PARTS
     for i_unit in range(count):
         at = (first + i_unit * step) * EACH
@@ -102,20 +92,20 @@ def _ring_kernel(
         scale = ()
         for b in gl.static_range(B):
             scale += (gl.load(p_scale + b),)
-        acc = gl.zeros([_TILE * _PARTS, 8], gl.float32, PRODUCTS)
+        acc = gl.zeros([_TILE * _PARTS, 8], gl.float32, parts.PRODUCTS)
         for b in gl.static_range(B):
             number = i_unit * B + b
             mbarrier.wait(bars.index(number % STAGES), number // STAGES & 1)
             held = ring.index(number % STAGES).reshape([_TILE * _PARTS, _BLOCK])
-            b_w = held.load(operand_layout(0))
+            b_w = held.load(parts.operand_layout(0))
             # The stage is loaded anew once all have read it.
             thread_barrier()
             ahead = number + STAGES
             if ahead < count * B:
                 to = (first + ahead // B * step) * EACH
                 _fetch(weight, ring, bars, ahead, to, ahead % B, SHAPE)
-            acc = add_block(acc, b_w, kept[b], kept_scales[b], scale[b])
-        total = gl.sum(gl.reshape(own_products(acc, part), [1, _TILE, _PARTS]), 2)
+            acc = parts.add_block(acc, b_w, kept[b], kept_scales[b], scale[b])
+        total = gl.sum(gl.reshape(parts.own_products(acc, part), [1, _TILE, _PARTS]), 2)
         _store(output, bias, total, at, SHAPE.is_gated)
 
 

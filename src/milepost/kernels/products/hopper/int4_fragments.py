@@ -21,15 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from milepost.kernels.platform.gluon import release, thread_barrier, wait_loaded
 from milepost.kernels.products.forms.quantised import BLOCK, lane_of
+from milepost.kernels.products.hopper import int4_numbers as int4
 from milepost.kernels.products.hopper.experts_loading import BLOCK_M
-from milepost.kernels.products.hopper.int4_numbers import (
-    as_words,
-    halve,
-    scale_of,
-    scales_each,
-    unpack,
-    zero_of,
-)
 
 HALF = BLOCK // 2
 _BLOCK, _HALF, _M = gl.constexpr(BLOCK), gl.constexpr(HALF), gl.constexpr(BLOCK_M)
@@ -97,9 +90,9 @@ def _rows_layout(lane):
 def scales_of(scales, HALVES: gl.constexpr):
     """Returns pointers to words of scales and of zero points of the outputs [N, 1] of the first
     unit's first part, and the scales for their type."""
-    EACH: gl.constexpr = scales_each(HALVES.group)
+    EACH: gl.constexpr = int4.scales_each(HALVES.group)
     first = outputs_of(gl.SliceLayout(1, _SCALED))[:, None] * HALVES.words
-    weights, zeros = as_words(scales.weights, EACH), as_words(scales.zeros, EACH)
+    weights, zeros = int4.as_words(scales.weights, EACH), int4.as_words(scales.zeros, EACH)
     return weights + first, zeros + first, scales.weights
 
 
@@ -128,7 +121,7 @@ def multiply(stages, held, own, place, next_place, number, HALVES: gl.constexpr)
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     # Registers have room for words of four scales for three blocks, not for four.
-    IS_EARLY: gl.constexpr = scales_each(HALVES.group) < 4
+    IS_EARLY: gl.constexpr = int4.scales_each(HALVES.group) < 4
     TYPE: gl.constexpr = own[2].dtype.element_ty
     for step in range(HALVES.steps):
         is_last = step == HALVES.steps - 1
@@ -192,7 +185,7 @@ def _in_turn(values, LANE: gl.constexpr):
     HEIGHT: gl.constexpr = values.shape[0]
     parts = gl.reshape(values, [HEIGHT, _HALF // LANE, 4, LANE // 16, 2, 2])
     values = gl.reshape(gl.permute(parts, (0, 1, 3, 4, 2, 5)), [HEIGHT, _HALF])
-    return (values,) if LANE == _HALF else halve(values)
+    return (values,) if LANE == _HALF else int4.halve(values)
 
 
 @gluon.jit
@@ -229,18 +222,18 @@ def rows_of(LAYOUT: gl.constexpr, HALVES: gl.constexpr):
 def _add_block(result, numbers, rows, scales, zeros, TYPE: gl.constexpr, HALVES: gl.constexpr):
     """Adds a block's product to `result`. `scales` and `zeros` are words, scales of a TYPE."""
     LANE: gl.constexpr = HALVES.lane
-    EACH: gl.constexpr = scales_each(HALVES.group)
+    EACH: gl.constexpr = int4.scales_each(HALVES.group)
     PIECES: gl.constexpr = _BLOCK // LANE
     dtype: gl.constexpr = rows[0].dtype
-    low, high = unpack(numbers.load(_weights_layout(LANE)), dtype)
+    low, high = int4.unpack(numbers.load(_weights_layout(LANE)), dtype)
     low, high = _in_turn(_reverse(low), LANE), _in_turn(_reverse(high), LANE)
     product = gl.zeros(result.shape, gl.float32, PRODUCTS)
     for i in gl.static_range(PIECES):
         left = gl.convert_layout((low, high)[i % 2][i // 2], _LEFT, assert_trivial=True)
-        left -= zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
+        left -= int4.zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
         product = mma_v2(left, rows[i], product)
         if EACH == PIECES or i == PIECES - 1:
-            scale = scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
+            scale = int4.scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
             result += product * scale[:, None]
             product = gl.zeros(result.shape, gl.float32, PRODUCTS)
     return result

@@ -24,19 +24,13 @@ from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
+from milepost.kernels.products.hopper import int4_numbers as int4
 from milepost.kernels.products.hopper.grouped import (
     GroupedForm,
     GroupedStages,
     find_block,
     open_bars_of,
 )
-from milepost.kernels.products.hopper.int4_grouped_parts import (
-    PACKED,
-    PIECE,
-    products_layout,
-    unpack_pairs,
-)
-from milepost.kernels.products.hopper.int4_numbers import as_words, scales_each
 from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.run import RoutedRows
 
@@ -47,8 +41,8 @@ _SOME_ROWS = 48
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
-_ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(PIECE)
-_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, PACKED.value))
+_ROWS, _BLOCK, _HALF = gl.constexpr(_ROWS_LAYOUT), gl.constexpr(BLOCK), gl.constexpr(int4.PIECE)
+_OF_OUTPUTS = gl.constexpr(gl.SliceLayout(1, int4.PACKED.value))
 
 
 def run(routed: RoutedRows) -> Tensor:
@@ -66,11 +60,11 @@ def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
 
 
 def _box_weights(weight: Int4) -> TensorDescriptor:
-    return boxes_of(weight.packed.view(torch.int16), BLOCK, PIECE // 2)
+    return boxes_of(weight.packed.view(torch.int16), BLOCK, int4.PIECE // 2)
 
 
 def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return boxes_of(rows, PIECE, PIECE)
+    return boxes_of(rows, int4.PIECE, int4.PIECE)
 
 
 @gluon.jit
@@ -108,8 +102,8 @@ def _consume(stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexp
     """Computes the 64 outputs of both parts of each tile that belong to the group OWN."""
     BLOCK_M: gl.constexpr = SHAPE.block_m
     PITCH: gl.constexpr = SHAPE.steps * _BLOCK // max(SHAPE.group, _BLOCK)
-    EACH: gl.constexpr = scales_each(SHAPE.group)
-    words = as_words(scales.weights, EACH), as_words(scales.zeros, EACH)
+    EACH: gl.constexpr = int4.scales_each(SHAPE.group)
+    words = int4.as_words(scales.weights, EACH), int4.as_words(scales.zeros, EACH)
     TYPE: gl.constexpr = scales.weights.dtype.element_ty
     number, first_index = 0, gl.program_id(0)
     # There may be more programs than tiles.
@@ -229,40 +223,45 @@ def _multiply(
     for before more is: ptxas lets nothing else overlap."""
     inputs, weights, bars = stages.inputs, stages.weights, stages.bars
     STEPS: gl.constexpr = SHAPE.steps
-    STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = inputs.dtype
     scales, zeros = held
-    first = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
-    second = gl.zeros([_HALF, WIDTH], gl.float32, products_layout(WIDTH))
-    packed = weights.index(2 * wait_loaded(bars, number)).slice(OWN * _HALF, _HALF).load(PACKED)
-    left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
+    first = gl.zeros([_HALF, WIDTH], gl.float32, int4.products_layout(WIDTH))
+    second = gl.zeros([_HALF, WIDTH], gl.float32, int4.products_layout(WIDTH))
+    packed = _load_packed(weights, 2 * wait_loaded(bars, number), OWN)
+    left = int4.unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
     for step in range(STEPS):
-        stage = number % STAGES
+        stage = number % SHAPE.stages
         rows = inputs.index(2 * stage).slice(0, WIDTH, 0).permute((1, 0))
         later_rows = inputs.index(2 * stage + 1).slice(0, WIDTH, 0).permute((1, 0))
         ahead = gl.minimum(step + 1, STEPS - 1)
         next_scales, next_zeros = _load_words(own, ahead, SHAPE)
         product = warpgroup_mma(left, rows, first, is_async=True)
-        left = unpack_pairs(packed, (scales[0], zeros[0]), 1, TYPE, dtype, WIDTH, SHAPE)
+        left = int4.unpack_pairs(packed, (scales[0], zeros[0]), 1, TYPE, dtype, WIDTH, SHAPE)
         first = warpgroup_mma_wait(0, [product])
         product = warpgroup_mma(left, later_rows, first, is_async=True)
-        packed = weights.index(2 * stage + 1).slice(OWN * _HALF, _HALF).load(PACKED)
-        left = unpack_pairs(packed, (scales[1], zeros[1]), 0, TYPE, dtype, WIDTH, SHAPE)
+        packed = _load_packed(weights, 2 * stage + 1, OWN)
+        left = int4.unpack_pairs(packed, (scales[1], zeros[1]), 0, TYPE, dtype, WIDTH, SHAPE)
         first = warpgroup_mma_wait(0, [product])
         product = warpgroup_mma(left, rows, second, is_async=True)
-        left = unpack_pairs(packed, (scales[1], zeros[1]), 1, TYPE, dtype, WIDTH, SHAPE)
+        left = int4.unpack_pairs(packed, (scales[1], zeros[1]), 1, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
         # The next step; after the last one the same once more, for nothing.
         number += gl.where(step + 1 < STEPS, 1, 0)
-        next_stage = wait_loaded(bars, number)
+        next_box = 2 * wait_loaded(bars, number)
         scales, zeros = next_scales, next_zeros
         product = warpgroup_mma(left, later_rows, second, is_async=True)
-        packed = weights.index(2 * next_stage).slice(OWN * _HALF, _HALF).load(PACKED)
-        left = unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
+        packed = _load_packed(weights, next_box, OWN)
+        left = int4.unpack_pairs(packed, (scales[0], zeros[0]), 0, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
         thread_barrier()
         release(bars, stage)
     return first, second
+
+
+@gluon.jit
+def _load_packed(weights, box, OWN: gl.constexpr):
+    """Loads the packed weights of a group's outputs."""
+    return weights.index(box).slice(OWN * _HALF, _HALF).load(int4.PACKED)
 
 
 _FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)

@@ -17,20 +17,11 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import Int4
-from milepost.kernels.products.hopper.int4_row_parts import (
-    TILE,
-    NibbleShape,
-    NibbleWeight,
-    find_blocks,
-    keep_row,
-    load_blocks,
-    load_scales,
-    multiply,
-)
+from milepost.kernels.products.hopper import int4_row_parts as parts
 from milepost.kernels.products.hopper.tiles import Int4RowTiles, cut_int4_experts
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
-_TILE = gl.constexpr(TILE)
+_TILE = gl.constexpr(parts.TILE)
 
 
 class RowExperts(NamedTuple):
@@ -45,7 +36,7 @@ def run(given: Multiplication, tiles: Int4RowTiles) -> Tensor:
     """Multiplies one row by four-bit weights. Gates and ups are the halves of gated ones."""
     weight, output = given.weight, given.output()
     assert isinstance(weight, Int4), "the kernel's form"
-    shape = NibbleShape.of(weight, tiles, is_gated=given.is_gated)
+    shape = parts.NibbleShape.of(weight, tiles, is_gated=given.is_gated)
     _launch(given.values, RowExperts(), weight, given.bias, output, shape, tiles.parts)
     return output
 
@@ -58,11 +49,11 @@ def run_experts(routed: RoutedRows) -> Tensor:
     active, output = routed.values.new_empty(num, routed.size), routed.new_output(top_k)
     up_tiles, down_tiles = cut_int4_experts(routed.mixture)
     how = {"is_squared": not routed.is_gated, "limit": routed.limit, "top_k": top_k}
-    shape = NibbleShape.of(up, up_tiles, is_gated=routed.is_gated, **how)
+    shape = parts.NibbleShape.of(up, up_tiles, is_gated=routed.is_gated, **how)
     # The next kernel may read the experts, and anything made with them, at once.
     routing = RowExperts(routed.experts, None, num)
     _launch(routed.values, routing, up, None, active, shape, up_tiles.parts)
-    shape = NibbleShape.of(down, down_tiles, is_gated=False)
+    shape = parts.NibbleShape.of(down, down_tiles, is_gated=False)
     routing = routing._replace(shares=routed.routing_weights)
     _launch(active, routing, down, None, output, shape, down_tiles.parts)
     return output
@@ -74,7 +65,7 @@ def _launch(
     weight: Int4,
     bias: Tensor | None,
     output: Tensor,
-    shape: NibbleShape,
+    shape: parts.NibbleShape,
     num_warps: int,
 ) -> None:
     """Fills `output`: a program has a tile or two."""
@@ -82,7 +73,7 @@ def _launch(
         rows,
         routing.experts,
         routing.shares,
-        NibbleWeight(weight.packed, weight.scales, weight.zeros),
+        parts.NibbleWeight(weight.packed, weight.scales, weight.zeros),
         bias,
         output,
         rows.stride(0),
@@ -112,15 +103,15 @@ def _row_kernel(rows, experts, shares, weight, bias, output, stride, SHAPE: gl.c
     if shares is not None:
         share = gl.load(shares + number, cache_modifier=".cg").to(gl.float32)
     first = gl.program_id(0) * SHAPE.width
-    starts = find_blocks(weight.numbers, first_row, first, SHAPE)
-    held = load_blocks(starts, 0, SHAPE)
-    scales = load_scales(weight, first_row, first, SHAPE)
+    starts = parts.find_blocks(weight.numbers, first_row, first, SHAPE)
+    held = parts.load_blocks(starts, 0, SHAPE)
+    scales = parts.load_scales(weight, first_row, first, SHAPE)
     if not IS_UP:
         wait_for_inputs()
-    kept = keep_row(rows + number // SHAPE.top_k * stride, SHAPE)
+    kept = parts.keep_row(rows + number // SHAPE.top_k * stride, SHAPE)
     # Loads of all weights are issued ahead of this barrier.
     thread_barrier()
-    totals = multiply(held, starts, scales, kept, SHAPE)
+    totals = parts.multiply(held, starts, scales, kept, SHAPE)
     _store(totals, share, bias, output + number * SHAPE.outputs, first, SHAPE)
 
 

@@ -18,14 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
-from milepost.kernels.products.hopper.int4_numbers import (
-    as_words,
-    halve,
-    scale_of,
-    scales_each,
-    unpack,
-    zero_of,
-)
+from milepost.kernels.products.hopper import int4_numbers as int4
 from milepost.kernels.products.hopper.small_m import SmallShape
 from milepost.kernels.products.hopper.tiles import Int4Tiles
 from milepost.kernels.products.run import Multiplication
@@ -87,7 +80,7 @@ def _gemm_kernel(
     launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     N: gl.constexpr = SHAPE.block_n
-    EACH: gl.constexpr = scales_each(SHAPE.group)
+    EACH: gl.constexpr = int4.scales_each(SHAPE.group)
     WORDS: gl.constexpr = SHAPE.inputs // max(SHAPE.group, _BLOCK)
     PRODUCTS: gl.constexpr = _products_layout(WARPS)
     COPIED: gl.constexpr = _copied_layout(SHAPE.block_k // 2, 1, WARPS)
@@ -99,10 +92,10 @@ def _gemm_kernel(
     p_w = weight + row.to(gl.int64) * (SHAPE.inputs // 2)
     weights = _begin(p_w, first, SHAPE)
     scaled = (tile + gl.arange(0, N, gl.SliceLayout(1, PRODUCTS))) % SHAPE.outputs
-    p_scale = as_words(scales, EACH) + scaled * WORDS
+    p_scale = int4.as_words(scales, EACH) + scaled * WORDS
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 8)
     shifted = (tile + gl.arange(0, N, gl.SliceLayout(1, WEIGHTS))) % SHAPE.outputs
-    p_zero = as_words(zeros, EACH) + shifted * WORDS
+    p_zero = int4.as_words(zeros, EACH) + shifted * WORDS
     wait_for_inputs()
     token = gl.arange(0, SHAPE.block_m, gl.SliceLayout(1, COPIED_ROWS))
     p_x = hidden + gl.minimum(token, num_tokens - 1).to(gl.int64) * stride
@@ -192,18 +185,18 @@ def _add(result, numbers, rows, scales, zeros, TYPE: gl.constexpr, SHAPE: gl.con
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, PRODUCTS, 8)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(1, PRODUCTS, 8)
     LANE: gl.constexpr = min(SHAPE.group, _HALF)
-    EACH: gl.constexpr = scales_each(SHAPE.group)
+    EACH: gl.constexpr = int4.scales_each(SHAPE.group)
     PIECES: gl.constexpr = _BLOCK // LANE
-    low, high = unpack(numbers.load(WEIGHTS), dtype)
+    low, high = int4.unpack(numbers.load(WEIGHTS), dtype)
     low, high = _cut(low, LANE), _cut(high, LANE)
     product = gl.zeros(result.shape, gl.float32, PRODUCTS)
     for i in gl.static_range(PIECES):
         left = gl.convert_layout((low, high)[i % 2][i // 2], WEIGHTS, assert_trivial=True)
-        left -= zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
+        left -= int4.zero_of(zeros, i * EACH // PIECES, dtype)[:, None]
         columns = rows.slice(i * LANE, LANE, 1).permute((1, 0)).load(LAYOUT)
         product = mma_v2(left, columns, product)
         if EACH == PIECES or i == PIECES - 1:
-            scale = scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
+            scale = int4.scale_of(scales, i * EACH // PIECES, TYPE).to(gl.float32)
             result += product * scale[:, None]
             product = gl.zeros(result.shape, gl.float32, PRODUCTS)
     return result
@@ -212,4 +205,4 @@ def _add(result, numbers, rows, scales, zeros, TYPE: gl.constexpr, SHAPE: gl.con
 @gluon.jit
 def _cut(values, LANE: gl.constexpr):
     """Returns numbers [N, K] in pieces of a lane."""
-    return (values,) if LANE == _HALF else halve(values)
+    return (values,) if LANE == _HALF else int4.halve(values)

@@ -28,22 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from milepost.kernels.platform.gluon import boxes_of, load_box, release, wait_loaded
 from milepost.kernels.products.forms import Raw
-from milepost.kernels.products.hopper.small_m import (
-    BESIDE_N,
-    SmallBoxes,
-    SmallProduct,
-    SmallShape,
-    launch,
-    produce,
-    store,
-)
+from milepost.kernels.products.hopper import small_m
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
 from milepost.kernels.products.run import Multiplication
 
-RAW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_LINES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 LINE = 64
 """Inputs of a line, the widest that TMA swizzles, and rows of an MMA."""
-_MMA_M, _RAW_N, _LINES = gl.constexpr(LINE), gl.constexpr(BESIDE_N), gl.constexpr(RAW_LAYOUT)
+_MMA_M, _RAW_N = gl.constexpr(LINE), gl.constexpr(small_m.BESIDE_N)
 
 
 def run(given: Multiplication, tiles: RawTiles) -> Tensor:
@@ -52,18 +44,18 @@ def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     assert isinstance(weight, Raw), "the kernel's form"
     how = {"mma_n": tiles.mma_m, "launch_dependents": given.launch_dependents}
     how |= {"block_m": tiles.block_m, "lines": tiles.lines}
-    shape = SmallShape.of(weight, tiles, RAW_BLOCK_K, **how)
+    shape = small_m.SmallShape.of(weight, tiles, RAW_BLOCK_K, **how)
     # Boxes have a power of two of rows.
     height = tiles.block_n & -tiles.block_n
     rows = boxes_of(hidden, tiles.block_m, RAW_BLOCK_K)
-    boxes = SmallBoxes(rows, boxes_of(weight.values, height, RAW_BLOCK_K))
+    boxes = small_m.SmallBoxes(rows, boxes_of(weight.values, height, RAW_BLOCK_K))
     stride = None if output.is_contiguous() else output.stride(0)
-    product = SmallProduct(None, output, len(hidden), stride)
+    product = small_m.SmallProduct(None, output, len(hidden), stride)
     # Few registers, so that the kernels before and after fit beside it.
     held = tiles.block_m * tiles.mma_m // (32 * tiles.num_warps)
     room = {"num_warps": tiles.num_warps, "maxnreg": 48 if held <= 16 else 64 if held <= 32 else 96}
-    room |= {"PRODUCE": produce, "CONSUME": _consume}
-    return launch(boxes, product, shape, tiles.programs * given.chip.num_sms, **room)
+    room |= {"PRODUCE": small_m.produce, "CONSUME": _consume}
+    return small_m.launch(boxes, product, shape, tiles.programs * given.chip.num_sms, **room)
 
 
 @gluon.jit
@@ -98,7 +90,7 @@ def _consume(stages, product, PART: gl.constexpr, SHAPE: gl.constexpr):
         release(stages.bars, previous)
         values = gl.convert_layout(result.to(product.base.dtype.element_ty), STORED)
         inside = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, STORED)), 1)
-        store(product, values, unit, inside, SHAPE.block_n, 1, SHAPE)
+        small_m.store(product, values, unit, inside, SHAPE.block_n, 1, SHAPE)
 
 
 @gluon.constexpr_function
