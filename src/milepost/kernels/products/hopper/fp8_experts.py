@@ -1,9 +1,9 @@
 """Experts with FP8 weights for few tokens on Hopper, in Gluon: FP8's part of `experts`.
 
 Units of the up projection are blocks of 128 activations of an expert with the gates beside them,
-units of the down projection two blocks of 128 outputs of one. A step loads two blocks of weights:
-if WIDE is 2, neighbours along the inputs, of gates, then of ups, since memory is read in longer
-pieces; if it is 1, for an odd number of blocks, one of either.
+units of the down projection two blocks of 128 outputs of one. A step loads two blocks of weights.
+They are neighbours along the inputs, of gates, then of ups, since memory is read in longer pieces;
+if the number of blocks is odd, there is one of either.
 
 Legend: T tokens, N experts of a token, P = T * N routed tokens, M rows of a block, H hidden size.
 """
@@ -81,10 +81,7 @@ def _consume_up(stages, lists, scales, active, capacity, DTYPE: gl.constexpr, SH
         is_row = gl.load(lists.routed + row) >= 0
         p_gate = scales + (expert * (2 * TILES) + tile) * STEPS
         p_up = p_gate + TILES * STEPS
-        if SHAPE.blocks == 2:
-            gate, up = _add_up_in_turn(stages, number, p_gate, p_up, STEPS, SHAPE)
-        else:
-            gate, up = _add_up_at_once(stages, number, p_gate, p_up, STEPS, SHAPE)
+        gate, up = _add_up_both(stages, number, p_gate, p_up, STEPS, SHAPE)
         number += STEPS
         values = multiply_within(gate * (1 / (1 + gl.exp(-gate))), up, SHAPE.limit)
         # Between the projections activations have 16 bits, whatever computes them.
@@ -120,7 +117,7 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
             first = _add_up(stages, number, p_first, STEPS, SHAPE)
             second = _add_up(stages, number + STEPS // 2, p_second, STEPS, SHAPE)
         else:
-            first, second = _add_up_at_once(stages, number, p_first, p_second, STEPS, SHAPE)
+            first, second = _add_up_both(stages, number, p_first, p_second, STEPS, SHAPE)
         number += STEPS
         experts.store_routed(
             output.base, own, weight, first, second, tile * (2 * _BLOCK) + o_n, SHAPE
@@ -129,36 +126,37 @@ def _consume_down(stages, lists, scales, output, number, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _add_up_at_once(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """Returns two scaled sums of products [_BLOCK, M], if a step has one block of either."""
+def _add_up_both(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAPE: gl.constexpr):
+    """Returns both parts' scaled sums of products [_BLOCK, M]: a step has a block of either part,
+    or two blocks of the first, and the next step two of the second."""
+    BLOCKS: gl.constexpr = SHAPE.blocks
     first = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
     second = first
-    first_scale, second_scale = gl.load(p_first), gl.load(p_second)
-    for step in range(STEPS):
-        ahead = gl.minimum(step + 1, STEPS - 1)
-        next_first, next_second = gl.load(p_first + ahead), gl.load(p_second + ahead)
-        product, other, scale, _ = _multiply(stages, number + step, SHAPE)
-        first += product * (scale * first_scale)
-        second += other * (scale * second_scale)
-        first_scale, second_scale = next_first, next_second
+    scales = _load_scales(p_first, p_second, 0, SHAPE)
+    for step in range(0, STEPS, BLOCKS):
+        ahead = gl.minimum(step + BLOCKS, STEPS - BLOCKS)
+        next_scales = _load_scales(p_first, p_second, ahead, SHAPE)
+        if BLOCKS == 2:
+            first = _add_pair(stages, number + step, first, scales[0], scales[1], SHAPE)
+            second = _add_pair(stages, number + step + 1, second, scales[2], scales[3], SHAPE)
+        else:
+            product, other, scale, _ = _multiply(stages, number + step, SHAPE)
+            first += product * (scale * scales[0])
+            second += other * (scale * scales[1])
+        scales = next_scales
     return first, second
 
 
 @gluon.jit
-def _add_up_in_turn(stages, number, p_first, p_second, STEPS: gl.constexpr, SHAPE: gl.constexpr):
-    """Returns those two sums, if a step has two blocks of one, and the next two of the other."""
-    first = gl.zeros([_BLOCK, _M], gl.float32, layout=_RESULT)
-    second = first
-    a, b = gl.load(p_first), gl.load(p_first + 1)
-    c, d = gl.load(p_second), gl.load(p_second + 1)
-    for step in range(0, STEPS, 2):
-        ahead = gl.minimum(step + 2, STEPS - 2)
-        next_a, next_b = gl.load(p_first + ahead), gl.load(p_first + ahead + 1)
-        next_c, next_d = gl.load(p_second + ahead), gl.load(p_second + ahead + 1)
-        first = _add_pair(stages, number + step, first, a, b, SHAPE)
-        second = _add_pair(stages, number + step + 1, second, c, d, SHAPE)
-        a, b, c, d = next_a, next_b, next_c, next_d
-    return first, second
+def _load_scales(p_first, p_second, step, SHAPE: gl.constexpr):
+    """Loads the scales of both parts' blocks from `step` on, one or two of each."""
+    BLOCKS: gl.constexpr = SHAPE.blocks
+    scales = ()
+    for block in gl.static_range(BLOCKS):
+        scales += (gl.load(p_first + step + block),)
+    for block in gl.static_range(BLOCKS):
+        scales += (gl.load(p_second + step + block),)
+    return scales
 
 
 @gluon.jit
