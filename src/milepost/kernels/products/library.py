@@ -43,8 +43,7 @@ _SETTINGS = Lock()
 
 def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Multiplies with raw weights."""
-    weight = given.weight
-    assert isinstance(weight, Raw), "the kernel's form"
+    weight = given.weight_as(Raw)
     if given.epilogue is Epilogue.FLOAT32:
         assert given.bias is None, "float32 outputs have no bias"
         return torch.mm(given.values, weight.values.t(), out_dtype=torch.float32)
@@ -64,8 +63,7 @@ def _multiply(given: Multiplication, weight: Tensor) -> Tensor:
 
 def run_whole(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Multiplies with raw weights, and splits no sum."""
-    weight, output = given.weight, given.output()
-    assert isinstance(weight, Raw), "the kernel's form"
+    weight, output = given.weight_as(Raw), given.output()
     if output.data_ptr() % 16 or output.stride(0) % 8:
         # cuBLAS would take another kernel, which may add up in another order.
         output = given.new_output()
@@ -98,8 +96,7 @@ def _whole_sums() -> Iterator[None]:
 def run_scaled(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
     """Multiplies with FP8 weights. torch takes rows in multiples of four, so other numbers of rows
     are not written `into` a tensor directly."""
-    weight, num_rows = given.weight, len(given.rows)
-    assert isinstance(weight, Fp8), "the kernel's form"
+    weight, num_rows = given.weight_as(Fp8), len(given.rows)
     values, scales = rounding.round_lines(given.rows, weight, given.chip)
     output = given.output()
     if num_rows % LINE:

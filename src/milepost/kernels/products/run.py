@@ -55,6 +55,11 @@ class Multiplication(NamedTuple):
     def chip(self) -> Chip:
         return probe(self.rows.device)
 
+    def weight_as(self, form: type[F]) -> F:
+        """Returns the weight, whose form the table has checked."""
+        assert isinstance(self.weight, form), "the kernel's form"
+        return self.weight
+
     @property
     def is_gated(self) -> bool:
         return self.epilogue is Epilogue.GATED

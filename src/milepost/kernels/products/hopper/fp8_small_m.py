@@ -36,8 +36,7 @@ _MOST_AHEAD = 64 * 32
 
 def run(given: Multiplication, tiles: Fp8Tiles) -> Tensor:
     """Multiplies up to 64 rows by FP8 weights, and by the raw weights beside them."""
-    weight, beside, output = given.weight, given.beside, given.output(tiles.split_k)
-    assert isinstance(weight, Fp8), "the kernel's form"
+    weight, beside, output = given.weight_as(Fp8), given.beside, given.output(tiles.split_k)
     rows, row_scales = round_lines(given.rows, weight, given.chip)
     shape = small_m.SmallShape.of(
         weight,

@@ -30,48 +30,24 @@ _TILE, _BLOCK = gl.constexpr(parts.TILE), gl.constexpr(BLOCK)
 
 def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by FP8 weights. Gates and ups are the halves of gated ones."""
-    weight, output, is_gated = given.weight, given.output(), given.is_gated
-    assert isinstance(weight, Fp8), "the kernel's form"
+    weight, output, is_gated = given.weight_as(Fp8), given.output(), given.is_gated
     how = {"is_gated": is_gated, "is_active": is_gated, "held": _HELD // (1 + is_gated)}
     shape = parts.RowShape.of(weight, output.shape[1], **how)
-    _row_kernel[(cdiv(shape.outputs, parts.TILE), 1)](
-        given.values,
-        None,
-        parts.RowWeight.of(weight),
-        given.bias,
-        output,
-        given.values.stride(0),
-        SHAPE=shape,
-        num_warps=parts.PARTS,
-        **OVERLAPPED,
-    )
+    _launch(given.values, None, weight, given.bias, output, shape)
     return output
 
 
 def run_experts(routed: RoutedRows) -> Tensor:
     """Returns partials [T, 1, H], in which a token's experts are added up."""
     (num_tokens, num_chosen), size = routed.experts.shape, routed.size
-    up, down, is_gated = routed.up, routed.down, routed.is_gated
-    assert isinstance(up, Fp8), "the kernel's form"
-    assert isinstance(down, Fp8), "experts have one form"
+    (up, down), is_gated = routed.weights(Fp8), routed.is_gated
     active, output = routed.values.new_empty(routed.num_routed, size), routed.new_output(1)
     how = {"is_gated": is_gated, "is_active": True, "held": _HELD // (1 + is_gated)}
     shape = parts.RowShape.of(up, size, top_k=num_chosen, limit=routed.limit, **how)
     # The next kernel may read the experts, and anything made with them, at once.
-    _row_kernel[(cdiv(size, parts.TILE), routed.num_routed)](
-        routed.values,
-        routed.experts,
-        parts.RowWeight.of(up),
-        None,
-        active,
-        routed.values.stride(0),
-        SHAPE=shape,
-        num_warps=parts.PARTS,
-        **OVERLAPPED,
-    )
+    _launch(routed.values, routed.experts, up, None, active, shape)
     num_outputs = output.shape[-1]
-    how = {"top_k": num_chosen, "held": _DOWN_HELD}
-    shape = parts.RowShape.of(down, num_outputs, num_chosen, **how)
+    shape = parts.RowShape.of(down, num_outputs, num_chosen, top_k=num_chosen, held=_DOWN_HELD)
     _down_kernel[(cdiv(num_outputs, parts.TILE), num_tokens)](
         active,
         routed.routing_weights,
@@ -83,6 +59,29 @@ def run_experts(routed: RoutedRows) -> Tensor:
         **OVERLAPPED,
     )
     return output
+
+
+def _launch(
+    rows: Tensor,
+    experts: Tensor | None,
+    weight: Fp8,
+    bias: Tensor | None,
+    output: Tensor,
+    shape: parts.RowShape,
+) -> None:
+    """Fills `output`, of one row or of each routed token."""
+    num_rows = 1 if experts is None else experts.numel()
+    _row_kernel[(cdiv(shape.outputs, parts.TILE), num_rows)](
+        rows,
+        experts,
+        parts.RowWeight.of(weight),
+        bias,
+        output,
+        rows.stride(0),
+        SHAPE=shape,
+        num_warps=parts.PARTS,
+        **OVERLAPPED,
+    )
 
 
 @quick

@@ -32,8 +32,7 @@ _OUTPUTS = gl.constexpr(parts.OUTPUTS_LAYOUT.value)
 
 def run(given: Multiplication, tiles: None) -> Tensor:
     """Multiplies one row by large FP8 weights. Gates and ups are the halves of gated ones."""
-    weight, output, is_gated = given.weight, given.output(), given.is_gated
-    assert isinstance(weight, Fp8), "the kernel's form"
+    weight, output, is_gated = given.weight_as(Fp8), given.output(), given.is_gated
     num_units = weight.num_outputs // parts.TILE
     shape = parts.RowShape.of(weight, output.shape[1], is_gated=is_gated)
     values = weight.values.view(torch.uint8).view(-1, parts.PARTS, weight.num_inputs // parts.PARTS)

@@ -34,8 +34,7 @@ class RowExperts(NamedTuple):
 
 def run(given: Multiplication, tiles: Int4RowTiles) -> Tensor:
     """Multiplies one row by four-bit weights. Gates and ups are the halves of gated ones."""
-    weight, output = given.weight, given.output()
-    assert isinstance(weight, Int4), "the kernel's form"
+    weight, output = given.weight_as(Int4), given.output()
     shape = parts.NibbleShape.of(weight, tiles, is_gated=given.is_gated)
     _launch(given.values, RowExperts(), weight, given.bias, output, shape, tiles.parts)
     return output
@@ -43,9 +42,7 @@ def run(given: Multiplication, tiles: Int4RowTiles) -> Tensor:
 
 def run_experts(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    num, top_k, up, down = routed.num_routed, routed.experts.shape[1], routed.up, routed.down
-    assert isinstance(up, Int4), "the kernel's form"
-    assert isinstance(down, Int4), "experts have one form"
+    num, top_k, (up, down) = routed.num_routed, routed.experts.shape[1], routed.weights(Int4)
     active, output = routed.values.new_empty(num, routed.size), routed.new_output(top_k)
     up_tiles, down_tiles = cut_int4_experts(routed.mixture)
     how = {"is_squared": not routed.is_gated, "limit": routed.limit, "top_k": top_k}

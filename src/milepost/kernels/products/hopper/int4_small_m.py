@@ -28,8 +28,7 @@ _BLOCK, _HALF = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 
 def run(given: Multiplication, tiles: Int4Tiles) -> Tensor:
     """Multiplies 2 to 32 rows by four-bit weights."""
-    hidden, weight = given.values, given.weight
-    assert isinstance(weight, Int4), "the kernel's form"
+    hidden, weight = given.values, given.weight_as(Int4)
     output, block_k = given.output(tiles.split_k), tiles.num_blocks * BLOCK
     how = {"block_m": tiles.block_m, "mma_n": tiles.block_n, "group": weight.group}
     shape = SmallShape.of(weight, tiles, block_k, **how)

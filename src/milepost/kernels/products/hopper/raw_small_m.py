@@ -40,8 +40,7 @@ _MMA_M, _RAW_N = gl.constexpr(LINE), gl.constexpr(small_m.BESIDE_N)
 
 def run(given: Multiplication, tiles: RawTiles) -> Tensor:
     """Multiplies up to 64 rows by raw weights."""
-    weight, hidden, output = given.weight, given.values, given.output(tiles.split_k)
-    assert isinstance(weight, Raw), "the kernel's form"
+    weight, hidden, output = given.weight_as(Raw), given.values, given.output(tiles.split_k)
     how = {"mma_n": tiles.mma_m, "launch_dependents": given.launch_dependents}
     how |= {"block_m": tiles.block_m, "lines": tiles.lines}
     shape = small_m.SmallShape.of(weight, tiles, RAW_BLOCK_K, **how)
