@@ -24,14 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import boxes_of, release, round_block, wait_loaded
+from milepost.kernels.platform.gluon import (
+    boxes_of,
+    open_bars,
+    release,
+    round_block,
+    wait_loaded,
+)
 from milepost.kernels.platform.numerics import multiply_within
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
-from milepost.kernels.products.hopper.grouped import GroupedForm, find_block, open_bars_of
+from milepost.kernels.products.hopper.grouped import GroupedForm, find_block
 from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
@@ -60,16 +65,9 @@ def run(routed: RoutedRows) -> Tensor:
     active = RowBase(*new_rounded(routed, groups.blocks.shape[1] * 2 * _ROWS))
     rows = RowBase(*round_rows(routed.rows, up, routed.chip, are_few=False))
     parts = 1 + routed.is_gated, 2 if down.num_outputs % (2 * BLOCK) == 0 else 1
+    weights = boxes_of(up.values, BLOCK, BLOCK), boxes_of(down.values, BLOCK, BLOCK)
     how = {"block_m": 2 * _ROWS, "stages": _STAGES}
-    return grouped.run(routed, groups, rows, active, parts, _FORM, **how)
-
-
-def _box_weights(weight: Fp8) -> TensorDescriptor:
-    return boxes_of(weight.values, BLOCK, BLOCK)
-
-
-def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return boxes_of(rows, _ROWS, BLOCK)
+    return grouped.run(routed, groups, rows, active, weights, parts, _FORM, **how)
 
 
 @gluon.jit
@@ -79,7 +77,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     inputs = gl.allocate_shared_memory(dtype, [2 * SHAPE.stages, _HALF, _BLOCK], weight.layout)
     shape: gl.constexpr = [SHAPE.parts * SHAPE.stages, _BLOCK, _BLOCK]
     weights = gl.allocate_shared_memory(dtype, shape, weight.layout)
-    bars = open_bars_of(SHAPE)
+    bars = open_bars(SHAPE.stages, SHAPE.loads, 2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(2):
         mbarrier.init(turns.index(half), count=1)
@@ -282,4 +280,4 @@ def _store_routed(partials, values, routed, is_row, first_column, SHAPE: gl.cons
     gl.store(target, values, mask=is_row[:, None])
 
 
-_FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)
+_FORM = GroupedForm(_open, _find_rows, _copy_rows, _consume)

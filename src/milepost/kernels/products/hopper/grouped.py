@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box, open_bars, thread_barrier, wait_free
+from milepost.kernels.platform.gluon import boxes_of, load_box, thread_barrier, wait_free
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
@@ -29,6 +30,8 @@ from milepost.kernels.products.run import RoutedRows
 
 _REGISTERS = 168
 """Registers per thread, before multiplying and loading threads divide them."""
+_BOX_ROWS, _LINE_BYTES = 64, 128
+"""Rows of a box, and bytes of a row in it: the widest that TMA swizzles."""
 _BLOCK = gl.constexpr(BLOCK)
 
 
@@ -56,12 +59,9 @@ class GroupedWork(NamedTuple):
 
 
 class GroupedForm(NamedTuple):
-    """Differences between forms of weights. `box_weights` and `box_rows` make descriptors on the
-    host; the others are device functions that allocate stages, point to a block's rows, copy a step
-    of them, and compute all tiles."""
+    """Differences between forms of weights: device functions that allocate stages, point to a
+    block's rows, copy a step of them, and compute all tiles."""
 
-    box_weights: Any
-    box_rows: Any
     open: Any
     find_rows: Any
     copy_rows: Any
@@ -108,18 +108,24 @@ class ProjectionShape(NamedTuple):
             **how,
         )
 
+    @property
+    def loads(self) -> int:  # arrivals that make a step complete; gathered rows have their own
+        return 2 if self.is_up else 1
+
 
 def run(
     routed: RoutedRows,
     groups: Groups,
     rows: RowBase,
     active: RowBase,
+    weights: tuple[TensorDescriptor, TensorDescriptor],
     parts: tuple[int, int],
     form: GroupedForm,
     **how: float,
 ) -> Tensor:
-    """Returns partials [T, N, H] of `rows`. `active` takes the up projection's outputs; `parts` are
-    the numbers of parts of a tile in both projections."""
+    """Returns partials [T, N, H] of `rows`. `active` takes the up projection's outputs; `weights`
+    are the boxes of a part and a step, and `parts` the numbers of parts of a tile, in both
+    projections."""
     output = routed.new_output(routed.experts.shape[1])
     how |= {"is_bfloat": output.dtype == torch.bfloat16, "is_padded": active.scales is not None}
     how["limit"] = routed.limit
@@ -127,12 +133,14 @@ def run(
     up = ProjectionShape.of(routed.up, size, parts[0], top_k=top_k, is_up=True, **how)
     down = ProjectionShape.of(routed.down, num_outputs, parts[1], top_k=1, is_up=False, **how)
     made = ExpertOutput(output, routing_weights=routed.routing_weights)
-    first, second = (routed.up, rows, ExpertOutput(*active), up), (routed.down, active, made, down)
-    for weight, given, taken, shape in (first, second):
-        # Rows are gathered in the up projection, and read in boxes, block by block, in the other.
+    # Rows are gathered in the up projection, and read in boxes, block by block, in the other.
+    boxes = boxes_of(active.base, _BOX_ROWS, _LINE_BYTES // active.base.itemsize)
+    first = rows.base, routed.up, rows, ExpertOutput(*active), up
+    second = boxes, routed.down, active, made, down
+    for box, (base, weight, given, taken, shape) in zip(weights, (first, second), strict=True):
         _project_kernel[(routed.chip.num_sms,)](
-            given.base if shape.is_up else form.box_rows(given.base),
-            form.box_weights(weight),
+            base,
+            box,
             ExpertScales.of(weight, given.scales),
             taken,
             RowGroups(groups.order, groups.blocks, groups.num_blocks),
@@ -192,12 +200,6 @@ def _consume(
     CONSUME: gl.constexpr, stages, work, scales, output, OWN: gl.constexpr, SHAPE: gl.constexpr
 ):
     CONSUME(stages, work, scales, output, OWN, SHAPE)
-
-
-@gluon.jit
-def open_bars_of(SHAPE: gl.constexpr):
-    """Allocates the ring's barriers. A step awaits weights and gathered rows one by one."""
-    return open_bars(SHAPE.stages, 2 if SHAPE.is_up else 1, 2)
 
 
 @gluon.jit

@@ -19,18 +19,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import boxes_of, release, thread_barrier, wait_loaded
+from milepost.kernels.platform.gluon import (
+    boxes_of,
+    open_bars,
+    release,
+    thread_barrier,
+    wait_loaded,
+)
 from milepost.kernels.platform.numerics import activate
 from milepost.kernels.products.forms.quantised import BLOCK, Int4
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper import int4_numbers as int4
-from milepost.kernels.products.hopper.grouped import (
-    GroupedForm,
-    GroupedStages,
-    find_block,
-    open_bars_of,
-)
+from milepost.kernels.products.hopper.grouped import GroupedForm, GroupedStages, find_block
 from milepost.kernels.products.portable.grouped import RowBase
 from milepost.kernels.products.run import RoutedRows
 
@@ -52,19 +53,16 @@ def run(routed: RoutedRows) -> Tensor:
 
 def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
     """Returns partials as `run`, with blocks of `block_m` rows. Bits do not depend on it."""
-    assert type(routed.up) is type(routed.down) is Int4, "the kernel's form"
+    up, down = routed.weights(Int4)
     groups = group_many(routed.experts, routed.num_experts, block_m)
     active = RowBase(routed.values.new_empty(routed.num_routed, routed.size), None)
     rows, how = RowBase(routed.values, None), {"block_m": block_m, "stages": _STAGES[block_m]}
-    return grouped.run(routed, groups, rows, active, (2, 2), _FORM, **how)
+    weights = _boxes(up), _boxes(down)
+    return grouped.run(routed, groups, rows, active, weights, (2, 2), _FORM, **how)
 
 
-def _box_weights(weight: Int4) -> TensorDescriptor:
+def _boxes(weight: Int4) -> TensorDescriptor:
     return boxes_of(weight.packed.view(torch.int16), BLOCK, int4.PIECE // 2)
-
-
-def _box_rows(rows: Tensor) -> TensorDescriptor:
-    return boxes_of(rows, int4.PIECE, int4.PIECE)
 
 
 @gluon.jit
@@ -73,7 +71,7 @@ def _open(DTYPE: gl.constexpr, weight, SHAPE: gl.constexpr):
     inputs = gl.allocate_shared_memory(DTYPE, [2 * SHAPE.stages, SHAPE.block_m, _HALF], _ROWS)
     shape: gl.constexpr = [2 * SHAPE.stages, _BLOCK, _HALF // 2]
     weights = gl.allocate_shared_memory(weight.dtype, shape, weight.layout)
-    return GroupedStages(inputs, weights, open_bars_of(SHAPE))
+    return GroupedStages(inputs, weights, open_bars(SHAPE.stages, SHAPE.loads, 2))
 
 
 @gluon.jit
@@ -264,4 +262,4 @@ def _load_packed(weights, box, OWN: gl.constexpr):
     return weights.index(box).slice(OWN * _HALF, _HALF).load(int4.PACKED)
 
 
-_FORM = GroupedForm(_box_weights, _box_rows, _open, _find_rows, _copy_rows, _consume)
+_FORM = GroupedForm(_open, _find_rows, _copy_rows, _consume)
