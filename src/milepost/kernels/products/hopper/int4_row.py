@@ -6,8 +6,6 @@ Legend: P parts, R rows of a tile, C columns; T tokens, N experts of a token, H 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,53 +22,48 @@ from milepost.kernels.products.run import Multiplication, RoutedRows
 _TILE = gl.constexpr(parts.TILE)
 
 
-class RowExperts(NamedTuple):
-    """Experts of the rows, and routing weights of those that are multiplied by them."""
-
-    experts: Tensor | None = None
-    shares: Tensor | None = None
-    num_rows: int = 1
-
-
 def run(given: Multiplication, tiles: Int4RowTiles) -> Tensor:
     """Multiplies one row by four-bit weights. Gates and ups are the halves of gated ones."""
     weight, output = given.weight_as(Int4), given.output()
-    shape = parts.NibbleShape.of(weight, tiles, is_gated=given.is_gated)
-    _launch(given.values, RowExperts(), weight, given.bias, output, shape, tiles.parts)
+    shape = parts.Int4RowShape.of(weight, tiles, is_gated=given.is_gated)
+    _launch(given.values, None, None, weight, given.bias, output, shape, tiles.parts)
     return output
 
 
 def run_experts(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
-    num, top_k, (up, down) = routed.num_routed, routed.experts.shape[1], routed.weights(Int4)
-    active, output = routed.values.new_empty(num, routed.size), routed.new_output(top_k)
+    top_k, (up, down) = routed.experts.shape[1], routed.weights(Int4)
+    active = routed.values.new_empty(routed.num_routed, routed.size)
+    output = routed.new_output(top_k)
     up_tiles, down_tiles = cut_int4_experts(routed.mixture)
     how = {"is_squared": not routed.is_gated, "limit": routed.limit, "top_k": top_k}
-    shape = parts.NibbleShape.of(up, up_tiles, is_gated=routed.is_gated, **how)
+    shape = parts.Int4RowShape.of(up, up_tiles, is_gated=routed.is_gated, **how)
     # The next kernel may read the experts, and anything made with them, at once.
-    routing = RowExperts(routed.experts, None, num)
-    _launch(routed.values, routing, up, None, active, shape, up_tiles.parts)
-    shape = parts.NibbleShape.of(down, down_tiles, is_gated=False)
-    routing = routing._replace(shares=routed.routing_weights)
-    _launch(active, routing, down, None, output, shape, down_tiles.parts)
+    _launch(routed.values, routed.experts, None, up, None, active, shape, up_tiles.parts)
+    shape = parts.Int4RowShape.of(down, down_tiles, is_gated=False)
+    chosen = routed.experts, routed.routing_weights
+    _launch(active, *chosen, down, None, output, shape, down_tiles.parts)
     return output
 
 
 def _launch(
     rows: Tensor,
-    routing: RowExperts,
+    experts: Tensor | None,
+    routing_weights: Tensor | None,
     weight: Int4,
     bias: Tensor | None,
     output: Tensor,
-    shape: parts.NibbleShape,
+    shape: parts.Int4RowShape,
     num_warps: int,
 ) -> None:
-    """Fills `output`: a program has a tile or two."""
-    _row_kernel[(cdiv(shape.outputs, shape.width), routing.num_rows)](
+    """Fills `output`, of one row or of each routed token; outputs that have `routing_weights` are
+    multiplied by them. A program has a tile or two."""
+    num_rows = 1 if experts is None else experts.numel()
+    _row_kernel[(cdiv(shape.outputs, shape.width), num_rows)](
         rows,
-        routing.experts,
-        routing.shares,
-        parts.NibbleWeight(weight.packed, weight.scales, weight.zeros),
+        experts,
+        routing_weights,
+        parts.Int4RowWeight(weight.packed, weight.scales, weight.zeros),
         bias,
         output,
         rows.stride(0),
@@ -82,23 +75,23 @@ def _launch(
 
 @quick
 @gluon.jit
-def _row_kernel(rows, experts, shares, weight, bias, output, stride, SHAPE: gl.constexpr):
+def _row_kernel(rows, experts, routing_weights, weight, bias, output, stride, SHAPE: gl.constexpr):
     """Computes a tile or two of outputs of one row. Those of gates and ups are activated, those of
     experts' last projections are multiplied by routing weights."""
-    IS_UP: gl.constexpr = experts is not None and shares is None
+    IS_UP: gl.constexpr = experts is not None and routing_weights is None
     HEIGHT: gl.constexpr = SHAPE.outputs * (2 if SHAPE.is_gated else 1)
     number = gl.program_id(1).to(gl.int64)
     if IS_UP:
         # In this order: the next kernel may read the chosen experts as it begins.
         wait_for_inputs()
     launch_dependents()
-    first_row, share = 0, 1.0
+    first_row, factor = 0, 1.0
     if experts is not None:
         # Experts were chosen before the kernel ahead let this one start, but nearby caches may not
         # have them yet.
         first_row = gl.load(experts + number, cache_modifier=".cg").to(gl.int64) * HEIGHT
-    if shares is not None:
-        share = gl.load(shares + number, cache_modifier=".cg").to(gl.float32)
+    if routing_weights is not None:
+        factor = gl.load(routing_weights + number, cache_modifier=".cg").to(gl.float32)
     first = gl.program_id(0) * SHAPE.width
     starts = parts.find_blocks(weight.numbers, first_row, first, SHAPE)
     held = parts.load_blocks(starts, 0, SHAPE)
@@ -109,25 +102,25 @@ def _row_kernel(rows, experts, shares, weight, bias, output, stride, SHAPE: gl.c
     # Loads of all weights are issued ahead of this barrier.
     thread_barrier()
     totals = parts.multiply(held, starts, scales, kept, SHAPE)
-    _store(totals, share, bias, output + number * SHAPE.outputs, first, SHAPE)
+    _store(totals, factor, bias, output + number * SHAPE.outputs, first, SHAPE)
 
 
 @gluon.jit
-def _store(totals, share, bias, output, first, SHAPE: gl.constexpr):
+def _store(totals, factor, bias, output, first, SHAPE: gl.constexpr):
     """Adds up parts and columns of `totals` [P, R, C], and stores a program's outputs."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_n = first + gl.arange(0, _TILE, LAYOUT)
     if SHAPE.tiles == 1:
         total = gl.sum(gl.sum(totals[0], 2), 0)
-        _store_tile(total * share, bias, output, o_n, SHAPE)
+        _store_tile(total * factor, bias, output, o_n, SHAPE)
     else:
         both = gl.join(gl.sum(totals[0], 2), gl.sum(totals[1], 2))
         left, right = gl.split(gl.sum(both, 0))
         if SHAPE.is_gated:
             _store_tile(activate(right, left, True, SHAPE.limit), bias, output, o_n, SHAPE)
         else:
-            _store_tile(left * share, bias, output, o_n, SHAPE)
-            _store_tile(right * share, bias, output, o_n + _TILE, SHAPE)
+            _store_tile(left * factor, bias, output, o_n, SHAPE)
+            _store_tile(right * factor, bias, output, o_n + _TILE, SHAPE)
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ _R, _C = gl.constexpr(TILE), gl.constexpr(_COLUMNS)
 _BLOCK, _K = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 
 
-class NibbleWeight(NamedTuple):
+class Int4RowWeight(NamedTuple):
     """A weight's tensors: see `Int4`."""
 
     numbers: Any
@@ -37,7 +37,7 @@ class NibbleWeight(NamedTuple):
     zeros: Any
 
 
-class NibbleShape(NamedTuple):
+class Int4RowShape(NamedTuple):
     """A product of one row; a constant on the device. A row has `blocks`, a part `part_blocks`, and
     a thread holds `held` of them at a time; an output has `depths` scales. A program has `tiles`,
     one or two: gates and ups if `is_gated`."""
@@ -58,12 +58,12 @@ class NibbleShape(NamedTuple):
     """See `RoutedRows.limit`."""
 
     @staticmethod
-    def of(weight: Int4, tiles: Int4RowTiles, *, is_gated: bool, **how: Any) -> NibbleShape:
+    def of(weight: Int4, tiles: Int4RowTiles, *, is_gated: bool, **how: Any) -> Int4RowShape:
         blocks = weight.num_inputs // BLOCK
         part_blocks = cdiv(blocks, tiles.parts)
         num_outputs, held = weight.num_outputs // (1 + is_gated), min(tiles.held, part_blocks)
         form = weight.group, lane_of(weight.group), weight.scales.shape[-1], tiles.tiles
-        return NibbleShape(num_outputs, blocks, part_blocks, held, *form, is_gated, **how)
+        return Int4RowShape(num_outputs, blocks, part_blocks, held, *form, is_gated, **how)
 
     @property
     def width(self) -> int:  # outputs of a program

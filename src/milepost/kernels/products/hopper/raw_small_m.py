@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from milepost.kernels.platform.gluon import boxes_of, load_box, release, wait_loaded
+from milepost.kernels.platform.gluon import boxes_of, load_box, release, wait_free, wait_loaded
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.hopper import small_m
 from milepost.kernels.products.hopper.tiles import RAW_BLOCK_K, RawTiles
@@ -125,15 +125,14 @@ def begin_beside(stages, boxes, SHAPE: gl.constexpr):
 def produce_beside(stages, boxes, num_begun, SHAPE: gl.constexpr):
     """Loads the steps of the raw units after those of FP8 weights; the first `num_begun` steps of
     weights are already on their way."""
-    STAGES: gl.constexpr = SHAPE.stages
     STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
     own, first, end = _find_units(SHAPE)
     number = own * SHAPE.steps
     for unit in range(first, end, gl.num_programs(0)):
         for step in range(STEPS):
-            stage = number % STAGES
+            stage = number % SHAPE.stages
             if number >= num_begun:
-                mbarrier.wait(stages.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+                wait_free(stages.bars, number)
                 _fetch_raw(stages, boxes, unit - SHAPE.tiles * SHAPE.split_k, step, stage)
             _fetch_raw_rows(stages, boxes, step, stage)
             number += 1
