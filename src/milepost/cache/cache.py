@@ -132,10 +132,10 @@ class Cache:
     # --- wait -------------------------------------------------------------------------------------
 
     def expect(self, chain: Chain, num_ahead: int, *, first_time: bool = True) -> Reservation:
-        """Reserves what a waiting request would resume from, so that it is evicted after what
-        nobody is known to ask for. `num_ahead` other requests go first. Pass the reservation to
-        `refresh`, `admit` and `forget`. The score learns now which path the request returns to,
-        however long it then waits."""
+        """Reserves the state that a waiting request would resume from: it is evicted later than
+        states that no waiting request needs. `num_ahead` other requests go first. Pass the
+        reservation to `refresh`, `admit` and `forget`. The score learns from the arrival at once,
+        however long the request then waits."""
         due = self.score.clock + num_ahead + 1
         reservation = Reservation(due=due, is_first=first_time)
         match = self.match(chain)
@@ -158,9 +158,9 @@ class Cache:
     # --- admit ------------------------------------------------------------------------------------
 
     def displaced(self, match: Match) -> float:
-        """Returns how many tokens likely to be asked for soon would be evicted if a current match
-        were admitted, or by the growth of known paths in the meantime. Costs a look at up to
-        hold_back.MAX_LOOKS states if the cache has changed since the last call."""
+        """Returns how many cached tokens, likely to be asked for soon, would be evicted if this
+        match were admitted. Room that known conversations will need to grow counts as taken. Costs
+        a look at up to hold_back.MAX_LOOKS states if the cache has changed since the last call."""
         return self._admitter.displaced(match)
 
     def admit(

@@ -139,7 +139,7 @@ class Admission:
             turn.num_passed_over += 1
             return False
         if not budget.can_begin(self._waiting.num_left(request)):
-            if self._waiting.looks(request):
+            if self._waiting.take_news(request):
                 turn.num_looks += 1
                 match = self._cache.match(request.chain)
                 if not self._waits_for_prefix(request, match):

@@ -80,7 +80,7 @@ class Planner:
         for request in continuing:
             (decodes if request.num_left == 1 else prefills).append(request)
         # Requests whose drafts are being verified must wait for that step's outcome.
-        is_awaited = any(map(_answers, self._running))
+        is_awaited = any(map(_is_decoding, self._running))
         turn = self._admission.open(max_num_seqs)
         budget.give_decodes(decodes)
         self.encoders.begin(has_decodes=is_awaited, num_left=budget.left)
@@ -188,7 +188,7 @@ class Planner:
         )
 
 
-def _answers(request: Request) -> bool:
+def _is_decoding(request: Request) -> bool:
     """Whether a request is decoding, and nothing but a step is needed for its next token."""
     is_loading = request.allocation is not None and request.allocation.is_loading
     return request.num_output_tokens > 0 and request.may_go_on and not is_loading

@@ -61,9 +61,9 @@ class Queue:
         cached = source.position if source is not None else 0
         return request.num_tokens - max(cached, request.offered)
 
-    def looks(self, request: Request) -> bool:
-        """Whether any request was admitted since the last call for this request. If not, no other
-        request can have begun to compute its prefix."""
+    def take_news(self, request: Request) -> bool:
+        """Returns whether any request was admitted since the last call for this one. If not, none
+        can have begun to compute its prefix."""
         looked_at, request.looked_at = request.looked_at, self._num_admitted
         return looked_at != self._num_admitted
 

@@ -32,10 +32,10 @@ from milepost.scheduler.stats import SchedulerStats
 class Scheduler:
     """Plans the steps of an engine.
 
-    Page tables of requests that sample reach `num_lookahead_tokens` further than necessary if there
-    is room, for drafts that are made after the tokens. With `max_queue_wait_s`, `check_wait` and
-    `take_late` report requests that wait too long. Raises ConfigError for a budget too small for
-    progress.
+    If there is room, the page table of a request that samples covers `num_lookahead_tokens` more
+    tokens than it has, for drafts that a head makes after the sampled token. With
+    `max_queue_wait_s`, `check_wait` and `take_late` report requests that wait too long. Raises
+    ConfigError for a budget too small for progress.
     """
 
     def __init__(

@@ -42,18 +42,22 @@ def plan_sequence(
     window_copy = allocation.window_copy
     is_new, is_prompt = not request.num_planned_pages, request.is_at_prompt
     exports = tuple(memory.take_exports(allocation, end, max_num_exports, num_drafts))
+    new_pages = tuple(allocation.page_table[request.num_planned_pages :])
+    new_windows = tuple(allocation.window_table[request.num_planned_windows :])
+    request.num_planned_pages = len(allocation.page_table)
+    request.num_planned_windows = len(allocation.window_table)
     return SequencePlan(
         number=request.number,
         start=start,
         num_tokens=num_tokens + num_drafts,
         tokens=tokens,
-        new_pages=_new_pages(request, allocation.page_table),
+        new_pages=new_pages,
         write_from=allocation.write_from,
         slot_in=slot_in,
         slot_out=allocation.slot_out,
         exports=exports,
         page_copy=page_copy,
-        new_windows=_new_windows(request, allocation.window_table),
+        new_windows=new_windows,
         window_copy=window_copy,
         samples=samples,
         fold=fold,
@@ -73,18 +77,6 @@ def place_in_batch(plan: SequencePlan) -> tuple[int, int]:
     if not plan.is_decode:
         return 2, sys.maxsize
     return 1 - plan.is_ahead, plan.slot_out
-
-
-def _new_pages(request: Request, table: list[int]) -> tuple[int, ...]:
-    """Returns the pages added to the table since the last plan."""
-    first, request.num_planned_pages = request.num_planned_pages, len(table)
-    return tuple(table[first:]) if first < len(table) else ()
-
-
-def _new_windows(request: Request, table: list[int]) -> tuple[int, ...]:
-    """Returns the entries added to the table of window pages since the last plan."""
-    first, request.num_planned_windows = request.num_planned_windows, len(table)
-    return tuple(table[first:]) if first < len(table) else ()
 
 
 def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:

@@ -110,10 +110,13 @@ class Admitter:
         return -(-len(match.path.chain) // self._config.page_size) - match.path.num_pages
 
     def displaced(self, match: Match) -> float:
-        """Returns how many tokens likely to be asked for soon would be evicted by this match, or by
-        the growth of known paths in the meantime. What running requests hold is as likely to be
-        asked for as returns were seen. Cached paths already have their share of the growth, so it
-        counts only in proportion to how much of the prompt is new."""
+        """Returns how many cached tokens, likely to be asked for soon, would be evicted if a match
+        were admitted.
+
+        Room in which known paths are expected to grow counts as taken, in proportion to how much of
+        the prompt is new: a path that is cached already has its share of that room. Pages of
+        running requests count as likely to be asked for as far as returns have been seen at all.
+        """
         num_tokens, size = len(match.path.chain), self._config.page_size
         fresh, (pages, slots) = self._num_fresh(match), self._revived(match)
         held_pages, held_slots = self._hold_back.beside(match.checkpoint, match.version)

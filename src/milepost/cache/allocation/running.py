@@ -153,7 +153,7 @@ class Running:
             self._publisher.publish_pages(allocation)
         if allocation.exports:
             self._publish_exports(allocation, written)
-        self._windows.pass_by(allocation)
+        self._windows.free_passed(allocation)
 
     def _publish_exports(self, allocation: Allocation, written: Mapping[int, int]) -> None:
         """Publishes the exported states at or before the committed position."""

@@ -51,7 +51,7 @@ class Windows:
         if missing > 0:
             table += self._pages.allocate(missing)
 
-    def pass_by(self, allocation: Allocation) -> None:
+    def free_passed(self, allocation: Allocation) -> None:
         """Frees the pages that no token after the request's state reads."""
         table = allocation.window_table
         end = min(self._first_index(allocation.state_length), len(table))

@@ -99,7 +99,7 @@ class Tree:
             for node in run:
                 self._history.pop(node.digest, None)
                 self._answered.pop(node.digest, None)
-        self.outbox.pages_came(run)
+        self.outbox.pages_cached(run)
         return run
 
     def remove(self, run: Sequence[Node]) -> None:
@@ -122,7 +122,7 @@ class Tree:
             self.leaves[above.page] = above
             self.changed.append(above)
         self._prune(above)
-        self.outbox.pages_went(run)
+        self.outbox.pages_evicted(run)
 
     def attach(self, checkpoint: Checkpoint) -> None:
         """Attaches a checkpoint to its node and links it with those above and below."""
@@ -136,7 +136,7 @@ class Tree:
             self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
         num_reached = _count_reaching(node, 1)
         self.changed += link(checkpoint)
-        self.outbox.state_came(checkpoint, num_reached)
+        self.outbox.state_cached(checkpoint, num_reached)
 
     def use(self, checkpoint: Checkpoint, end: End) -> None:
         """Records that a request resumed from a checkpoint. The path above it now belongs to that
@@ -158,7 +158,7 @@ class Tree:
         num_lost = _count_reaching(node, -1)
         self._prune(node)
         self.changed += (checkpoint, *unlink(checkpoint))
-        self.outbox.state_went(checkpoint, score, num_lost)
+        self.outbox.state_evicted(checkpoint, score, num_lost)
 
     def move(self, page: int, target: int) -> None:
         """Records that the content of a page has moved to another."""

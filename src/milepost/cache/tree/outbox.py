@@ -35,9 +35,9 @@ class Outbox:
         """Starts recording events, beginning with those of what is cached already."""
         self.is_open = True
         for node in nodes:
-            self.pages_came([node])
+            self.pages_cached([node])
         for checkpoint in checkpoints:
-            self.state_came(checkpoint, 0)
+            self.state_cached(checkpoint, 0)
         if self._needs_states:
             for node in nodes:
                 self._reached([node] if node.num_reaching else [])
@@ -50,7 +50,7 @@ class Outbox:
         moves, self.moves = tuple(self.moves), []
         return moves
 
-    def pages_came(self, run: Sequence[Node]) -> None:
+    def pages_cached(self, run: Sequence[Node]) -> None:
         """Records that a run of pages was cached."""
         if not self.is_open:
             return
@@ -59,7 +59,7 @@ class Outbox:
         if not self._needs_states:
             self._reached(run)
 
-    def state_came(self, checkpoint: Checkpoint, num_reached: int) -> None:
+    def state_cached(self, checkpoint: Checkpoint, num_reached: int) -> None:
         """Records a cached state. It makes `num_reached` nodes reachable, from its own upwards."""
         if not self.is_open:
             return
@@ -68,7 +68,7 @@ class Outbox:
         self._events.append(StateCached(id=slot, tail_page=page, kind=kind, **facts))
         self._reached(_upwards(checkpoint.node, num_reached)[::-1])
 
-    def state_went(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
+    def state_evicted(self, checkpoint: Checkpoint, score: float, num_lost: int) -> None:
         """Records an evicted state. It leaves `num_lost` nodes unreachable, from its
         own upwards."""
         if not self.is_open:
@@ -79,7 +79,7 @@ class Outbox:
             self._depart("tail", checkpoint.tail_page, score, **facts)
         self._lost(_upwards(checkpoint.node, num_lost))
 
-    def pages_went(self, run: Sequence[Node]) -> None:
+    def pages_evicted(self, run: Sequence[Node]) -> None:
         """Records that a run of pages was evicted, the deepest first."""
         if not self.is_open:
             return
