@@ -26,7 +26,7 @@ from milepost.kernels.products.forms.quantised import (
     quantise_rows,
 )
 from milepost.kernels.products.grouping import group_many
-from milepost.kernels.products.portable import float4, gemm, gemv, grouped, grouped_large
+from milepost.kernels.products.portable import four_bits, gemm, gemv, grouped, grouped_large
 from milepost.kernels.products.portable import (
     gathering as triton_gathering,
 )
@@ -152,7 +152,7 @@ def test_int4_gemm(num_tokens: int, num_inputs: int, group: int) -> None:
 def test_one_multiplication_moves_a_number_of_e2m1_to_both_of_its_places() -> None:
     """As the PTX does which the interpreter does not run: two bytes of all values at a time."""
     low, high = torch.arange(1 << 16) & 255, torch.arange(1 << 16) >> 8
-    for number, (_, factor) in enumerate(float4.MOVES):
+    for number, (_, factor) in enumerate(four_bits.MOVES):
         mask = 0x0F << 4 * number
         pairs = ((low & mask) | (high & mask) << 16) * factor & 0x81C081C0
         for place, byte in ((0, low), (16, high)):

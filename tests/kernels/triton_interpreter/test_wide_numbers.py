@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import partial
 
 import pytest
 
-from milepost.kernels.products.portable import float4, int4
+from milepost.kernels.products.portable import four_bits
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WIDENED = {
-    "integers": (int4.LOW_WIDE, int4.HIGH_WIDE, lambda q: 128.0 + q),
+    "integers": (
+        partial(four_bits.integer_ptx, power="0x43000000", is_wide=True),
+        lambda q: 128.0 + q,
+    ),
     "e2m1": (
-        float4.LOW_WIDE,
-        float4.HIGH_WIDE,
+        partial(four_bits.float_ptx, is_wide=True),
         lambda q: (E2M1[q] if q < 8 else -E2M1[q - 8]) * 2.0**-126,
     ),
 }
@@ -52,9 +55,9 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", WIDENED)
 def test_every_byte_is_widened_in_its_place(name: str) -> None:
-    low, high, number = WIDENED[name]
+    ptx, number = WIDENED[name]
     for first in range(256):
         places = [first, 255 - first, first ^ 0x5A, (7 * first) & 255]
         source = sum(byte << 8 * i for i, byte in enumerate(places))
-        assert run(low.value, source) == [number(byte & 15) for byte in places]
-        assert run(high.value, source) == [number(byte >> 4) for byte in places]
+        assert run(ptx(0), source) == [number(byte & 15) for byte in places]
+        assert run(ptx(1), source) == [number(byte >> 4) for byte in places]

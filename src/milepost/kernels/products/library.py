@@ -22,13 +22,13 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms import Epilogue, Form, Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FourBits, Fp8
-from milepost.kernels.products.portable import float4, int4, rounding
-from milepost.kernels.products.portable.gemm_step import factors
+from milepost.kernels.products.portable import four_bits, rounding
 from milepost.kernels.products.portable.weights import (
     ProductShape,
     WeightTensors,
     columns,
     find_row,
+    lane,
     load_scales,
 )
 from milepost.kernels.products.run import Multiplication, RoutedRows, run_chosen
@@ -151,7 +151,6 @@ def run_experts(routed: RoutedRows) -> Tensor:
 def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
     launch_dependents()
     wait_for_inputs()
-    LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
     TYPE: tl.constexpr = output.dtype.element_ty
     # Neighbours follow each other along the inputs, so memory is written a row at a time.
     STEPS: tl.constexpr = SHAPE.inputs // SHAPE.block_k
@@ -164,13 +163,9 @@ def _unpack_kernel(weight, output, SHAPE: tl.constexpr):
     target = output + row[:, None] * SHAPE.inputs + i_k + o_x[None, :]
     mask = (o_n < SHAPE.outputs)[:, None]
     scales = load_scales(p_row, i_k, SHAPE)
+    low, high = four_bits.weights(b_w, scales, TYPE, SHAPE)
     if SHAPE.group < 0:
-        factor = factors(p_row[2])[:, None]
-        low = (float4.low(b_w, scales[0], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
-        high = (float4.high(b_w, scales[1], TYPE, SHAPE.has_ptx) * factor).to(TYPE)
-    else:
-        scale, zero, high_scale, high_zero = scales
-        low = int4.weights(int4.low(b_w, TYPE, SHAPE.has_ptx), scale, zero)
-        high = int4.weights(int4.high(b_w, TYPE, SHAPE.has_ptx), high_scale, high_zero)
+        factor = four_bits.factors(p_row[2])[:, None]
+        low, high = (low * factor).to(TYPE), (high * factor).to(TYPE)
     tl.store(target, low, mask=mask)
-    tl.store(target + LANE, high, mask=mask)
+    tl.store(target + lane(SHAPE.group), high, mask=mask)

@@ -14,11 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.launches import wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK, FP4_LANE
-from milepost.kernels.products.portable import float4, int4
-from milepost.kernels.products.portable.gemm_step import factors
-from milepost.kernels.products.portable.weights import find_both
+from milepost.kernels.products.portable import four_bits
+from milepost.kernels.products.portable.weights import lane
 
 _LANES = 32
 """Threads of a warp, at least, that have a piece of the same output."""
@@ -26,48 +24,6 @@ _MOST_BYTES = 16
 """Bytes of a piece, at most: what a thread loads at once."""
 _BLOCK = tl.constexpr(BLOCK)
 _LANE = tl.constexpr(FP4_LANE)
-
-
-@triton.jit
-def multiply_row(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.constexpr):
-    """Multiplies the row at `p_x` by the weights of outputs `column` [N], and of their gates if
-    there are any. Returns the sums of both, [N] each. If EARLY, it waits for inputs once the first
-    weights are loaded."""
-    INPUTS: tl.constexpr = SHAPE.inputs
-    BLOCK_K: tl.constexpr = SHAPE.block_k
-    TYPE: tl.constexpr = weight.scales.dtype.element_ty
-    gate, up = find_both(weight, expert, column, SHAPE)
-    ups = tl.zeros([BLOCK_K // (2 * _piece(BLOCK_K)), column.shape[0]], tl.float32)
-    gates = ups
-    if SHAPE.is_ahead:
-        b_ups, b_gates = (), ()
-        for i_k in tl.static_range(0, INPUTS, BLOCK_K):
-            b_ups += (_load_weights(up, i_k, SHAPE),)
-            if SHAPE.is_gated:
-                b_gates += (_load_weights(gate, i_k, SHAPE),)
-        if EARLY:
-            wait_for_inputs()
-        for i_k in tl.static_range(0, INPUTS, BLOCK_K):
-            x = _load_row(p_x, i_k, SHAPE)
-            if SHAPE.is_gated:
-                gates += _dot(b_gates[i_k // BLOCK_K], x, TYPE, SHAPE)
-            ups += _dot(b_ups[i_k // BLOCK_K], x, TYPE, SHAPE)
-    else:
-        for i_k in tl.static_range(0, INPUTS, BLOCK_K):
-            b_up = _load_weights(up, i_k, SHAPE)
-            if SHAPE.is_gated:
-                b_gate = _load_weights(gate, i_k, SHAPE)
-            if EARLY and i_k == 0:
-                wait_for_inputs()
-            x = _load_row(p_x, i_k, SHAPE)
-            if SHAPE.is_gated:
-                gates += _dot(b_gate, x, TYPE, SHAPE)
-            ups += _dot(b_up, x, TYPE, SHAPE)
-    ups, gates = tl.sum(ups, 0), tl.sum(gates, 0)
-    if SHAPE.group < 0:
-        gates *= factors(gate[2])
-        ups *= factors(up[2])
-    return ups, gates
 
 
 @triton.constexpr_function
@@ -78,34 +34,33 @@ def _piece(block_k):
 
 
 @triton.constexpr_function
-def _lane(group):
-    """Returns the number of adjacent inputs in low halves of bytes; as many in high halves
-    follow."""
-    return min(group, FP4_LANE) if group > 0 else FP4_LANE
+def num_pieces(block_k):
+    """Returns the number of pieces of a step."""
+    return block_k // (2 * _piece(block_k))
 
 
 @triton.jit
 def _pieces(i_k, SHAPE: tl.constexpr):
     """Returns a step's pieces [P]: their numbers, the first inputs of their low halves, and whether
     they exist."""
-    LANE: tl.constexpr = _lane(SHAPE.group)
+    LANE: tl.constexpr = lane(SHAPE.group)
     PIECE: tl.constexpr = _piece(SHAPE.block_k)
     EACH: tl.constexpr = LANE // PIECE
-    o_p = i_k // (2 * PIECE) + tl.arange(0, SHAPE.block_k // (2 * PIECE))
+    o_p = i_k // (2 * PIECE) + tl.arange(0, num_pieces(SHAPE.block_k))
     o_k = o_p // EACH * (2 * LANE) + o_p % EACH * PIECE
     return o_p, o_k, o_k < SHAPE.inputs
 
 
 @triton.jit
-def _load_row(p_x, i_k, SHAPE: tl.constexpr):
+def load_row(p_x, i_k, SHAPE: tl.constexpr):
     """Loads the inputs of the pieces' low and high halves [P, PIECE], and returns their sums [P]
     too."""
-    LANE: tl.constexpr = _lane(SHAPE.group)
+    LANE: tl.constexpr = lane(SHAPE.group)
     _, o_k, is_input = _pieces(i_k, SHAPE)
     b_x = _load_inputs(p_x, o_k, is_input, _piece(SHAPE.block_k))
     b_y = _load_inputs(p_x + LANE, o_k, is_input, _piece(SHAPE.block_k))
     if SHAPE.group < 0:
-        factor = float4.row_factor(SHAPE.has_ptx)
+        factor = four_bits.row_factor(SHAPE.has_ptx)
         return b_x * factor, b_y * factor, 0.0, 0.0
     else:
         return b_x, b_y, tl.sum(b_x, 1), tl.sum(b_y, 1)
@@ -126,7 +81,7 @@ def _load_inputs(p_x, o_k, is_input, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(p_row, i_k, SHAPE: tl.constexpr):
+def load_weights(p_row, i_k, SHAPE: tl.constexpr):
     """Loads pieces of weights [P, N, PIECE] of rows from `find_row`, and two tensors [P, N] that
     scale them. For integers these are scales and zero points, packed for two neighbouring groups if
     a byte's halves are in different groups; for e2m1, the scales of the low and of the high
@@ -154,17 +109,14 @@ def _load_weights(p_row, i_k, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _dot(weights, x, TYPE: tl.constexpr, SHAPE: tl.constexpr):
+def dot(weights, x, TYPE: tl.constexpr, SHAPE: tl.constexpr):
     """Multiplies pieces of weights by pieces of a row: [P, N]. Packed scales have the type TYPE."""
     b_w, first, second = weights
     b_x, b_y, x_sum, y_sum = x
-    if SHAPE.group < 0:
-        low, high = float4.widen(b_w, SHAPE.has_ptx)
-    else:
-        low, high = int4.widen(b_w, SHAPE.has_ptx)
+    low, high = four_bits.widen(b_w, SHAPE)
     low, high = tl.sum(low * b_x[:, None, :], 2), tl.sum(high * b_y[:, None, :], 2)
     if SHAPE.group < 0:
-        return low * float4.wide_scales(first) + high * float4.wide_scales(second)
+        return low * four_bits.wide_scales(first) + high * four_bits.wide_scales(second)
     elif SHAPE.group < _BLOCK:
         low = (low - _surplus(second & 255) * x_sum[:, None]) * _take(first, TYPE)
         return low + (high - _surplus(second >> 8) * y_sum[:, None]) * _take(first >> 16, TYPE)

@@ -20,7 +20,7 @@ from milepost.kernels.products.forms import Packed, Raw
 from milepost.kernels.products.portable import gemm_step
 from milepost.kernels.products.portable.rounding import readable, round_rows
 from milepost.kernels.products.portable.tiles import FEW, SplitTiles, num_programs
-from milepost.kernels.products.portable.weights import ProductShape, WeightTensors
+from milepost.kernels.products.portable.weights import ProductShape, WeightTensors, split_inputs
 from milepost.kernels.products.run import Multiplication
 
 
@@ -84,9 +84,7 @@ def _gemm_kernel(
 ):
     launch_dependents()
     BLOCK_N: tl.constexpr = SHAPE.block_n
-    BLOCK_K: tl.constexpr = SHAPE.block_k
-    # Whole steps for each split; the last may get fewer.
-    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    INPUTS: tl.constexpr = split_inputs(SHAPE.inputs, SHAPE.split_k, SHAPE.block_k)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     o_m = tl.program_id(2) * SHAPE.block_m + tl.arange(0, SHAPE.block_m)
@@ -95,7 +93,7 @@ def _gemm_kernel(
     row, column = tl.where(is_row, o_m, 0).to(tl.int64), (o_n % SHAPE.outputs).to(tl.int64)
     p_row_scale = None if row_scales is None else row_scales + row
     wait_for_inputs()
-    p_x, first = rows + row[:, None] * stride, split * (STEPS * BLOCK_K)
+    p_x, first = rows + row[:, None] * stride, split * INPUTS
     acc, _ = MULTIPLY(p_x, p_row_scale, scales_stride, weight, 0, column, first, SHAPE)
     b_bias = None
     if bias is not None:

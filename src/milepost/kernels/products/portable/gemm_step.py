@@ -18,17 +18,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from milepost.kernels.platform.numerics import decode, decode_as, encode, scale_of
+from milepost.kernels.platform.numerics import decode, decode_as, encode, round_int8, scale_of
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import Quantised
 from milepost.kernels.products.forms.w4a4 import W4A4
-from milepost.kernels.products.portable import float4, int4, int8_step, w4a4_step
+from milepost.kernels.products.portable import four_bits, w4a4_step
 from milepost.kernels.products.portable.weights import (
     columns,
     find_both,
     find_row,
+    lane,
     load_row_scale,
     load_scales,
+    split_inputs,
 )
 
 
@@ -54,7 +56,7 @@ def multiply_raw(
     there are any, over a split's inputs from `first` on. Returns the sums of both, [M, N], or [N,
     M] if swapped. `p_row_scale` [M] and `stride` are of rounded rows and for other forms."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
-    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    INPUTS: tl.constexpr = split_inputs(SHAPE.inputs, SHAPE.split_k, BLOCK_K)
     o_k = first + tl.arange(0, BLOCK_K)
     p_x += o_k[None, :]
     p_gate = find_row(weight, expert, column, SHAPE)[0][:, None] + o_k[None, :]
@@ -67,7 +69,7 @@ def multiply_raw(
     else:
         b_gate = tl.zeros([p_x.shape[0], column.shape[0]], tl.float32)
     b_up = b_gate
-    for i_k in range(0, STEPS * BLOCK_K, BLOCK_K):
+    for i_k in range(0, INPUTS, BLOCK_K):
         b_x = _load(p_x, i_k, o_k, SHAPE)
         if SHAPE.is_gated:
             b_gate = _add(b_x, _load(p_gate, i_k, o_k, SHAPE), b_gate, SHAPE)
@@ -100,7 +102,7 @@ def multiply_quantised(
     """Does `multiply_raw` for quantised weights, swapped unless four-bit weights are scaled first.
     Scales of a row's blocks are `stride` apart."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
-    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    INPUTS: tl.constexpr = split_inputs(SHAPE.inputs, SHAPE.split_k, BLOCK_K)
     o_x, o_w = columns(SHAPE)
     p_x += o_x[None, :]
     gate, up = find_both(weight, expert, column, SHAPE)
@@ -115,7 +117,7 @@ def multiply_quantised(
     row_scale = load_row_scale(p_row_scale, stride, first, SHAPE)
     if weight.input_scales is not None:
         row_scale = tl.load(weight.input_scales + expert)
-    stop = STEPS * BLOCK_K
+    stop = INPUTS
     if SHAPE.inputs % (SHAPE.split_k * BLOCK_K):
         stop = tl.minimum(stop, SHAPE.inputs - first)
     for i_step in tl.range(0, stop, BLOCK_K, loop_unroll_factor=SHAPE.steps):
@@ -146,7 +148,7 @@ def _finish(acc, p_row, row_scale, TYPE: tl.constexpr, SHAPE: tl.constexpr):
             scale *= row_scale
         acc = acc.to(tl.float32) * scale
     if SHAPE.group < 0:
-        factor = factors(p_row[2])
+        factor = four_bits.factors(p_row[2])
         acc *= factor[:, None] if SHAPE.is_swapped else factor[None, :]
     if SHAPE.is_decoded:
         if tl.bfloat16 != TYPE:
@@ -157,18 +159,12 @@ def _finish(acc, p_row, row_scale, TYPE: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def factors(p_factor):
-    """Loads the factors of e2m1 weights' rows, for sums over UNIT."""
-    return tl.load(p_factor) * float4.UNIT
-
-
-@triton.jit
 def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     """Adds the product of K inputs from i_k on to acc [N, M], for weights at `p_w` [N, K]. `x` has
     pointers to the rows [M, K], the step's scales or that of all activations, and the rows' sums;
     all pointers are at `columns`."""
     if p_w.dtype.element_ty == tl.int8:
-        return int8_step.add(acc, x, p_w + i_k, i_k, SHAPE)
+        return _add_int8(acc, x, p_w + i_k, i_k, SHAPE)
     elif SHAPE.group < 0 or SHAPE.scales_first:
         return _add_weights(acc, x[0], p_w, scales, i_k, SHAPE)
     elif SHAPE.group:
@@ -177,6 +173,17 @@ def _add_step(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
         return _add_decoded(acc, x[0], p_w, scales[0], i_k, SHAPE)
     else:
         return _add_fp8(acc, x, p_w, scales[0], i_k, SHAPE)
+
+
+@triton.jit
+def _add_int8(acc, x, p_w, i_k, SHAPE: tl.constexpr):
+    """Adds a step of int8 weights at `p_w` to sums in int32, whose order changes no bit. Rows are
+    rounded on the way by the scale of all activations, unless they are already."""
+    p_x, row_scale, _ = x
+    b_x = tl.load(p_x + i_k)
+    if not SHAPE.is_rounded:
+        b_x = round_int8(b_x.to(tl.float32) / row_scale)
+    return tl.dot(tl.load(p_w), tl.trans(b_x), acc, out_dtype=tl.int32)
 
 
 @triton.jit
@@ -214,18 +221,10 @@ def _add_decoded(acc, p_x, p_w, scale, i_k, SHAPE: tl.constexpr):
 def _add_weights(acc, p_x, p_w, scales, i_k, SHAPE: tl.constexpr):
     """Adds a step of four-bit weights that are scaled before they are multiplied: e2m1, and Int4
     for many rows, whose sums per group outnumber its weights."""
-    LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
     b_w, b_x = tl.load(p_w + i_k // 2), tl.load(p_x + i_k)
-    if SHAPE.group < 0:
-        b_low = float4.low(b_w, scales[0], b_x.dtype, SHAPE.has_ptx)
-        b_high = float4.high(b_w, scales[1], b_x.dtype, SHAPE.has_ptx)
-    else:
-        b_low = int4.low(b_w, b_x.dtype, SHAPE.has_ptx)
-        b_low = int4.weights(b_low, scales[0], scales[1])
-        b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)
-        b_high = int4.weights(b_high, scales[2], scales[3])
+    b_low, b_high = four_bits.weights(b_w, scales, b_x.dtype, SHAPE)
     acc = _add(b_x, b_low, acc, SHAPE)
-    return _add(tl.load(p_x + LANE + i_k), b_high, acc, SHAPE)
+    return _add(tl.load(p_x + lane(SHAPE.group) + i_k), b_high, acc, SHAPE)
 
 
 @triton.jit
@@ -237,15 +236,15 @@ def _add_int4(acc, x, p_w, scales, i_k, SHAPE: tl.constexpr):
     Only constants are applied to a number before it is multiplied, so it stays in the register in
     which it was unpacked.
     """
-    LANE: tl.constexpr = min(SHAPE.group, 64)
+    LANE: tl.constexpr = lane(SHAPE.group)
     p_x, _, sums = x
     scale, zero, high_scale, high_zero = scales
     b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
-    b_low = tl.dot(int4.low(b_w, b_x.dtype, SHAPE.has_ptx), b_x)
-    b_high = int4.high(b_w, b_x.dtype, SHAPE.has_ptx)
-    zero = zero.to(tl.float32) + int4.offset(b_x.dtype)
+    b_low = tl.dot(four_bits.integers(b_w, 0, b_x.dtype, SHAPE.has_ptx), b_x)
+    b_high = four_bits.integers(b_w, 1, b_x.dtype, SHAPE.has_ptx)
+    zero = zero.to(tl.float32) + four_bits.offset(b_x.dtype)
     if SHAPE.group == LANE:
-        high_zero = high_zero.to(tl.float32) + int4.offset(b_x.dtype)
+        high_zero = high_zero.to(tl.float32) + four_bits.offset(b_x.dtype)
         acc += _scaled(b_low, sums[0], scale, zero)
         return acc + _scaled(tl.dot(b_high, b_y), sums[1], high_scale, high_zero)
     else:
@@ -264,7 +263,7 @@ def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
     """Returns rows' sums over a step's groups of Int4, [1, M], or [N, M] if they are added up here.
     Few rows are: the matrix unit, which is idle, multiplies them by ones, so sums lie where
     products do. The ones have the layout of numbers at `p_w`."""
-    LANE: tl.constexpr = min(SHAPE.group, 64)
+    LANE: tl.constexpr = lane(SHAPE.group)
     if SHAPE.scales_first:
         return ()
     elif SHAPE.group > 0 and SHAPE.is_rounded:
@@ -276,7 +275,7 @@ def _sum_rows(p_x, p_sum, stride, p_w, i_k, SHAPE: tl.constexpr):
             return (b_sum,)
     elif SHAPE.group > 0:
         b_w, b_x, b_y = _load_step(p_x, p_w, i_k, LANE)
-        b_one = int4.ones(b_w, b_x.dtype, SHAPE.has_ptx)
+        b_one = four_bits.ones(b_w, b_x.dtype, SHAPE.has_ptx)
         b_sum = tl.dot(b_one, b_x)
         if SHAPE.group == LANE:
             return b_sum, tl.dot(b_one, b_y)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.numerics import decode
-from milepost.kernels.products.portable.weights import find_both
+from milepost.kernels.products.portable.weights import find_both, split_inputs
 
 
 @triton.jit
@@ -36,13 +36,13 @@ def _sum(rows, p_row, first, SHAPE: tl.constexpr):
     """Returns the sums [N, M] for `rows` of codes and rows of weights from `find_row`."""
     BLOCK_K: tl.constexpr = SHAPE.block_k
     GROUP: tl.constexpr = -SHAPE.group
-    STEPS: tl.constexpr = (SHAPE.inputs + SHAPE.split_k * BLOCK_K - 1) // (SHAPE.split_k * BLOCK_K)
+    INPUTS: tl.constexpr = split_inputs(SHAPE.inputs, SHAPE.split_k, BLOCK_K)
     p_x, p_row_scale, stride, factor = rows
     o_b, o_g = tl.arange(0, BLOCK_K // 2)[None, :], tl.arange(0, BLOCK_K // GROUP)[None, :]
     p_x, p_w, p_scale = p_x + o_b, p_row[0][:, None] + o_b, p_row[1][:, None] + o_g
     p_row_scale = p_row_scale[:, None] + o_g * stride
     acc = tl.zeros([p_w.shape[0], p_x.shape[0]], tl.float32)
-    for i_k in range(first, tl.minimum(first + STEPS * BLOCK_K, SHAPE.inputs), BLOCK_K):
+    for i_k in range(first, tl.minimum(first + INPUTS, SHAPE.inputs), BLOCK_K):
         i_g = i_k // GROUP
         b_w, b_x = tl.load(p_w + i_k // 2), tl.load(p_x + i_k // 2)
         b_scale, b_row_scale = tl.load(p_scale + i_g), tl.load(p_row_scale + i_g * stride)

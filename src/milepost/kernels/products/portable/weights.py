@@ -129,13 +129,26 @@ class ProductShape(NamedTuple):
         )
 
 
+@triton.constexpr_function
+def lane(group):
+    """Returns the number of adjacent inputs in low halves of bytes; as many in high halves
+    follow."""
+    return min(group, FP4_LANE) if group > 0 else FP4_LANE
+
+
+@triton.constexpr_function
+def split_inputs(inputs, split_k, block_k):
+    """Returns the inputs of a split in whole steps; the last split may have fewer."""
+    return -(-inputs // (split_k * block_k)) * block_k
+
+
 @triton.jit
 def columns(SHAPE: tl.constexpr):
     """Returns offsets [K] of a step's inputs in a row of activations, and of their weights in a row
     of bytes. A byte holds two four-bit numbers; the inputs are those of the low halves (see
     `forms.Int4`)."""
     if SHAPE.group:
-        LANE: tl.constexpr = min(SHAPE.group, 64) if SHAPE.group > 0 else 64
+        LANE: tl.constexpr = lane(SHAPE.group)
         o_w = tl.arange(0, SHAPE.block_k // 2)
         return o_w // LANE * (2 * LANE) + o_w % LANE, o_w
     else:
