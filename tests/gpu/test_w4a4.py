@@ -9,11 +9,18 @@ import torch
 
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import Chip, probe, triton_version
-from milepost.kernels.products.forms.w4a4 import pack_rows
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run import run_mixture
 from tests.kernels.choices import forget, run_kernel
-from tests.kernels.quantised_cases import check, check_experts, make_rows, make_w4a4, route, to
+from tests.kernels.quantised_cases import (
+    check,
+    check_experts,
+    make_rows,
+    make_w4a4,
+    pack_rows,
+    route,
+    to,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from milepost.kernels.comm import NUM_SLOTS, RankBuffers, one_shot_rows
+from milepost.kernels import norm
+from milepost.kernels.comm import NUM_SLOTS, RankBuffers, add_up, one_shot_rows
+from milepost.kernels.layout.emit import values_of
 
 
 def mails(
@@ -56,3 +60,14 @@ def boxes(
         for rank in range(size)
     ]
     return found, [*values, *signals]
+
+
+def add_norm(
+    hidden: Tensor, partials: Sequence[Tensor], scale: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Adds up all ranks' `partials` [T, P, C], each rounded to the dtype of `hidden` first, and
+    norms `hidden` [T, C] plus that. This is the definition of what the kernels return."""
+    sent = [each.float().sum(1).to(hidden.dtype).float() for each in partials]
+    given = hidden.float(), add_up(sent), scale, eps, multiplier
+    total, normed = norm.reference.add_norm(*given)
+    return total, values_of(normed)

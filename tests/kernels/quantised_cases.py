@@ -11,6 +11,7 @@ from milepost.kernels.platform.device import probe
 from milepost.kernels.products import experts_reference
 from milepost.kernels.products.forms.quantised import (
     FP4_LANE,
+    FP8,
     Fp4,
     Fp8,
     Int4,
@@ -22,7 +23,7 @@ from milepost.kernels.products.forms.quantised import (
     quantise_fp8,
     unpack,
 )
-from milepost.kernels.products.forms.w4a4 import PAIR, W4A4
+from milepost.kernels.products.forms.w4a4 import PAIR, W4A4, round_e2m1
 
 
 def to(device: str, weight: Quantised) -> Quantised:
@@ -113,6 +114,17 @@ def make_w4a4(*shape: int, group: int = 16, seed: int = 0) -> W4A4:
         num_inputs=made.num_inputs,
         input_factor=torch.tensor(0.01 if group == 16 else 1.0),
     )
+
+
+def pack_rows(hidden: Tensor, weight: W4A4) -> tuple[Tensor, Tensor]:
+    """Returns `round_e2m1` of the rows as kernels read them: codes [T, I / 2], and scales [G, T] in
+    bits of float8, or of e8m0 in groups of 32."""
+    codes, scales = round_e2m1(hidden, weight.group, weight.input_factor)
+    if weight.group == 16:
+        bits = (scales / weight.input_factor).to(FP8).view(torch.uint8)
+    else:
+        bits = torch.where(scales.isnan(), 255, scales.view(torch.int32) >> 23).to(torch.uint8)
+    return pack(codes, PAIR), bits.T.contiguous()
 
 
 def make_rows(*shape: int) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from milepost.kernels.products.forms.quantised import multiply, nth, unpack, widen_e2m1
-from milepost.kernels.products.forms.w4a4 import PAIR, encode_e2m1, pack_rows, round_e2m1
-from tests.kernels.quantised_cases import make_rows, make_w4a4
+from milepost.kernels.products.forms.w4a4 import PAIR, encode_e2m1, round_e2m1
+from tests.kernels.quantised_cases import make_rows, make_w4a4, pack_rows
 
 SIZES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 ONE = torch.ones(())

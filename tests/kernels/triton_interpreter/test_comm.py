@@ -10,6 +10,7 @@ import torch
 
 from milepost.kernels import comm
 from milepost.kernels.comm import one_shot, two_shot
+from tests.kernels.comm_cases import add_norm as all_add_norm
 from tests.kernels.comm_cases import boxes, mails
 from tests.numbers import relative_error
 
@@ -52,7 +53,7 @@ def test_all_ranks_go_on_with_the_same_sum(size, dtype):
         found = on_all(ranks, kept, add_norm)
         for parts in zip(*found, strict=True):
             assert all(torch.equal(each, parts[0]) for each in parts)
-        expected = comm.add_norm(own, partials, scale, 1e-6, 0.5)
+        expected = all_add_norm(own, partials, scale, 1e-6, 0.5)
         for one, other in zip(found[0], expected, strict=True):
             assert relative_error(one.float(), other.float()) < bound
         sums = on_all(ranks, kept, add_up)
@@ -98,7 +99,7 @@ def test_of_many_rows_each_is_added_up_by_one_rank(size, dtype):
         found = on_all(ranks, kept, share, num_sent=2)
         for parts in zip(*found, strict=True):
             assert all(torch.equal(each, parts[0]) for each in parts)
-        expected = comm.add_norm(hidden, partials, scale, 1e-6, 0.5)
+        expected = all_add_norm(hidden, partials, scale, 1e-6, 0.5)
         for one, other in zip(found[0], expected, strict=True):
             assert relative_error(one.float(), other.float()) < bound
     for one in ranks:

@@ -12,11 +12,18 @@ from triton.runtime import interpreter
 
 from milepost.kernels.layout.emit import as_activations
 from milepost.kernels.platform.device import Chip, probe
-from milepost.kernels.products.forms.w4a4 import W4A4, pack_rows
+from milepost.kernels.products.forms.w4a4 import W4A4
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run import run_mixture
 from tests.kernels.choices import forget, run_kernel
-from tests.kernels.quantised_cases import check, check_experts, make_rows, make_w4a4, route
+from tests.kernels.quantised_cases import (
+    check,
+    check_experts,
+    make_rows,
+    make_w4a4,
+    pack_rows,
+    route,
+)
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 

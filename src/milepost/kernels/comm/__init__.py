@@ -4,8 +4,8 @@ In a one-shot all-reduce each rank writes its rows where all others read them, s
 for theirs, and adds all up. In a two-shot one (a reduce-scatter and an all-gather) each rank sends
 every other rank its share of the rows, adds up its own share and sends the sums to all, so each row
 goes over the link twice however many ranks there are. Sums are in the order of the ranks, and all
-ranks hold the same bits. `add_norm` and `add_up` are the definitions, given what every rank has;
-the kernels need GPUs that reach each other's memory.
+ranks hold the same bits. `add_up` is the definition, given what every rank has; the kernels need
+GPUs that reach each other's memory.
 
 Legend: T tokens, P partials, C hidden size, S slots, B rows of a rank, R ranks.
 """
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from milepost.kernels import norm
-from milepost.kernels.layout.emit import values_of
 
 NUM_SLOTS = 512
 """Most rows of a one-shot sum. Each has memory of its own, so a rank that is ahead overwrites
@@ -68,23 +65,9 @@ def two_shot_bytes(
     return 2 * size * num_rows * hidden_size * dtype.itemsize, 2 * num_rows * size * 4
 
 
-def add_norm(
-    hidden: Tensor, partials: Sequence[Tensor], scale: Tensor, eps: float, multiplier: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Adds up all ranks' `partials` [T, P, C] and norms `hidden` [T, C] plus that."""
-    sent = [each.float().sum(1).to(hidden.dtype) for each in partials]
-    given = hidden.float(), _in_order(sent), scale, eps, multiplier
-    total, normed = norm.reference.add_norm(*given)
-    return total, values_of(normed)
-
-
 def add_up(values: Sequence[Tensor]) -> Tensor:
     """Adds up all ranks' `values` [T, C]."""
-    return _in_order(values).to(values[0].dtype)
-
-
-def _in_order(values: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(values[0], dtype=torch.float32)
     for each in values:
         total += each.float()
-    return total
+    return total.to(values[0].dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels.platform.tensors import FP8, FP8_MAX
-from milepost.kernels.products.forms.quantised import Fp4, pack, widen_e2m1
+from milepost.kernels.products.forms.quantised import Fp4, widen_e2m1
 
 E2M1_MAX = 6.0
 PAIR = 1
@@ -74,14 +74,3 @@ def encode_e2m1(numbers: Tensor) -> Tensor:
     for index, bound in enumerate(_MIDPOINTS):
         codes += size >= bound if index % 2 else size > bound
     return codes
-
-
-def pack_rows(hidden: Tensor, weight: W4A4) -> tuple[Tensor, Tensor]:
-    """Returns `round_e2m1` of the rows as kernels read them: codes [T, I / 2], and scales [G, T] in
-    bits of float8, or of e8m0 in groups of 32."""
-    codes, scales = round_e2m1(hidden, weight.group, weight.input_factor)
-    if weight.group == 16:
-        bits = (scales / weight.input_factor).to(FP8).view(torch.uint8)
-    else:
-        bits = torch.where(scales.isnan(), 255, scales.view(torch.int32) >> 23).to(torch.uint8)
-    return pack(codes, PAIR), bits.T.contiguous()

@@ -68,21 +68,11 @@ def quantise(
     num_padded = max(num_padded, num_rows)
     values = rows.new_empty(num_padded, num_inputs, dtype=dtype)
     scales = rows.new_empty(count, num_padded, dtype=torch.float32)
-    _quantise(rows, values, scales, depth, chip, is_gated=is_gated)
-    return values, scales
-
-
-def _quantise(
-    rows: Tensor, values: Tensor, scales: Tensor, depth: int, chip: Chip, *, is_gated: bool = False
-) -> None:
-    """Fills the first rows of `values` and `scales`."""
-    num_rows, num_inputs = len(rows), values.shape[1]
-    count = cdiv(num_inputs, depth)
     block = next_power_of_2(depth)
     parts = max(1, min(next_power_of_2(count), _PART // block))
     _quantise_kernel[(num_rows, cdiv(count, parts))](
         rows,
-        values.view(torch.uint8) if values.dtype == FP8 else values,
+        values.view(torch.uint8) if dtype == FP8 else values,
         scales,
         rows.stride(0),
         scales.stride(0),
@@ -95,6 +85,7 @@ def _quantise(
         num_warps=max(1, min(8, parts * block // 512)),
         **OVERLAPPED,
     )
+    return values, scales
 
 
 def round_rows(rows: Inputs, weight: Raw | Quantised, chip: Chip, *, are_few: bool) -> RoundedRows:
@@ -219,7 +210,8 @@ _E2M1_GROUPS = 64
 
 
 def _round_e2m1(rows: Tensor, weight: W4A4) -> tuple[Tensor, Tensor]:
-    """Rounds `rows` [R, I] as `forms.w4a4.pack_rows` does: codes [R, I / 2] and scales [G, R]."""
+    """Rounds `rows` [R, I] as `forms.w4a4.round_e2m1` does. Returns codes [R, I / 2], two in a
+    byte, and scales [G, R] in bits of float8, or of e8m0 in groups of 32."""
     (num_rows, num_inputs), group = rows.shape, weight.group
     count = num_inputs // group
     codes = rows.new_empty(num_rows, num_inputs // 2, dtype=torch.uint8)
