@@ -78,23 +78,23 @@ def add_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    mail: RankBuffers,
+    buffers: RankBuffers,
     multiplier: float = 1.0,
 ) -> Sums:
     """Does `norm.add_norm` with the sum of all ranks' `partials` [T, P, C]. Each rank's own sum is
     rounded to the dtype of `hidden` [T, C] first; sums are float32, and rows of both may lie apart.
     All ranks must call this and `add_up` in the same order."""
     residual, sums = open_sums(hidden, scale, eps)
-    launch(_exchange_kernel, len(hidden), residual, partials, sums, mail, multiplier)
+    launch(_exchange_kernel, len(hidden), residual, partials, sums, buffers, multiplier)
     return sums
 
 
-def add_up(values: Tensor, mail: RankBuffers) -> Tensor:
+def add_up(values: Tensor, buffers: RankBuffers) -> Tensor:
     """Returns the sum of all ranks' `values` [T, C]."""
     total = torch.empty_like(values, memory_format=torch.contiguous_format)
     sums = Sums(total, None)
     residual = Residual(None, 0, None, 0.0)
-    launch(_exchange_kernel, len(values), residual, values[:, None], sums, mail, 1.0)
+    launch(_exchange_kernel, len(values), residual, values[:, None], sums, buffers, 1.0)
     return total
 
 
@@ -139,7 +139,7 @@ def launch(
 
 @quick
 @triton.jit
-def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
+def _exchange_kernel(residual, partials, sums, memory, SIZES: tl.constexpr):
     SIZE: tl.constexpr = SIZES.size
     launch_dependents()
     element = sums.total.dtype.element_ty
@@ -150,11 +150,11 @@ def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
     if residual.hidden is not None:
         b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
-    turn = tl.load(mail.turns + i_slot) + 1
+    turn = tl.load(memory.turns + i_slot) + 1
     p_row = partials.base + i_t * partials.stride + o_h
     b_own = add_parts(p_row, partials.part_stride, is_h, SIZES.parts)
-    acc = _exchange(b_own.to(element), mail, i_slot, turn, SIZES)
-    tl.store(mail.turns + i_slot, turn)
+    acc = _exchange(b_own.to(element), memory, i_slot, turn, SIZES)
+    tl.store(memory.turns + i_slot, turn)
     o_target = i_t * SIZE + o_h
     if residual.hidden is not None:
         if SIZES.multiplier != 1:
@@ -169,28 +169,28 @@ def _exchange_kernel(residual, partials, sums, mail, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _exchange(b_own, mail, i_slot, turn, SIZES: tl.constexpr):
+def _exchange(b_own, memory, i_slot, turn, SIZES: tl.constexpr):
     """Returns the sum [COLUMNS] of what all ranks send, including this one's `b_own`."""
     RANK: tl.constexpr = SIZES.rank
     RANKS: tl.constexpr = SIZES.ranks
     o_h = tl.arange(0, SIZES.columns)
     is_h = o_h < SIZES.size
     o_place = ((turn & 1) * SIZES.places + i_slot).to(tl.int64) * SIZES.size + o_h
-    p_mine = tl.load(mail.base + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
+    p_mine = tl.load(memory.base + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
     tl.store(tl.multiple_of(p_mine, 16), b_own, mask=is_h)
     tl.debug_barrier()  # the signal stands for what all threads have written
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            p_theirs = tl.load(mail.signals + rank).to(tl.pointer_type(tl.int32))
+            p_theirs = tl.load(memory.signals + rank).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(p_theirs + i_slot * RANKS + RANK, turn, sem="release", scope="sys")
-    p_heard = tl.load(mail.signals + RANK).to(tl.pointer_type(tl.int32)) + i_slot * RANKS
+    p_heard = tl.load(memory.signals + RANK).to(tl.pointer_type(tl.int32)) + i_slot * RANKS
     acc = tl.zeros(o_h.shape, tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             acc += b_own.to(tl.float32)
         else:
             wait_for_turn(p_heard + rank, turn)
-            p_theirs = tl.load(mail.base + rank).to(tl.pointer_type(b_own.dtype)) + o_place
+            p_theirs = tl.load(memory.base + rank).to(tl.pointer_type(b_own.dtype)) + o_place
             b_sent = tl.load(
                 tl.multiple_of(p_theirs, 16), mask=is_h, other=0.0, cache_modifier=".cg"
             )

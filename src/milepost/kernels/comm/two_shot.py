@@ -4,7 +4,7 @@ twice.
 rank 0's rows   | added up by 0 | by 1 |      a program: sends its place of each other rank's part,
 rank 1's rows   | by 0 | added up by 1 |      adds up that of its own, sends all the sum, norms all
 
-A place of the boxes is written again only in the next launch, by a rank that has heard of this
+A place of the buffers is written again only in the next launch, by a rank that has heard of this
 rank's next launch; that begins when all before it has ended, the reading too. Programs wait for
 those of the same place on other devices, which start in the same order everywhere, so the lowest
 place that is waited for is always under way.
@@ -32,19 +32,21 @@ def share_norm(
     partials: Tensor,
     scale: Tensor,
     eps: float,
-    boxes: RankBuffers,
+    buffers: RankBuffers,
     multiplier: float = 1.0,
 ) -> Sums:
     """See `one_shot.add_norm`; here one rank adds up each row."""
     residual, sums = open_sums(hidden, scale, eps)
-    num_each, given = cdiv(len(hidden), boxes.size), (residual, partials, sums, boxes, multiplier)
-    launch(_share_kernel, num_each, *given, len(hidden), num_each)
+    num_rows, num_each = len(hidden), cdiv(len(hidden), buffers.size)
+    launch(
+        _share_kernel, num_each, residual, partials, sums, buffers, multiplier, num_rows, num_each
+    )
     return sums
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens", "num_each"])
-def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: tl.constexpr):
+def _share_kernel(residual, partials, sums, memory, num_tokens, num_each, SIZES: tl.constexpr):
     RANK: tl.constexpr = SIZES.rank
     RANKS: tl.constexpr = SIZES.ranks
     launch_dependents()
@@ -54,15 +56,15 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
     is_h = o_h < SIZES.size
     b_scale = tl.load(residual.scale + o_h, mask=is_h, other=0.0).to(tl.float32)
     wait_for_inputs()
-    turn = tl.load(link.turns + i_place) + 1
+    turn = tl.load(memory.turns + i_place) + 1
     for rank in tl.static_range(RANKS):
         i_t = rank * num_each.to(tl.int64) + i_place
         if rank != RANK and i_t < num_tokens:
             b_part = _add_own(partials, i_t, o_h, SIZES)
-            p_into = _box(link, rank, 0, RANK, i_place, element, SIZES)
+            p_into = _row_address(memory, rank, 0, RANK, i_place, element, SIZES)
             tl.store(p_into + o_h, b_part.to(element), mask=is_h)
             tl.debug_barrier()  # the signal stands for what all threads have written
-            _signal(link, rank, 0, i_place, turn, SIZES)
+            _signal(memory, rank, 0, i_place, turn, SIZES)
     i_t = RANK * num_each.to(tl.int64) + i_place
     if i_t < num_tokens:
         b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
@@ -72,7 +74,7 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
             if rank == RANK:
                 acc += b_own.to(element).to(tl.float32)
             else:
-                b_part = _receive(link, 0, rank, i_place, turn, element, o_h, SIZES)
+                b_part = _receive(memory, 0, rank, i_place, turn, element, o_h, SIZES)
                 acc += b_part.to(tl.float32)
         if SIZES.multiplier != 1:
             acc *= SIZES.multiplier
@@ -80,19 +82,19 @@ def _share_kernel(residual, partials, sums, link, num_tokens, num_each, SIZES: t
         b_x = (b_x.to(tl.float32) + acc).to(element)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                p_into = _box(link, rank, 1, RANK, i_place, element, SIZES)
+                p_into = _row_address(memory, rank, 1, RANK, i_place, element, SIZES)
                 tl.store(p_into + o_h, b_x, mask=is_h)
         tl.debug_barrier()
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                _signal(link, rank, 1, i_place, turn, SIZES)
+                _signal(memory, rank, 1, i_place, turn, SIZES)
         _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZES.size)
     for rank in tl.static_range(RANKS):
         i_t = rank * num_each.to(tl.int64) + i_place
         if rank != RANK and i_t < num_tokens:
-            b_x = _receive(link, 1, rank, i_place, turn, element, o_h, SIZES)
+            b_x = _receive(memory, 1, rank, i_place, turn, element, o_h, SIZES)
             _store(sums, b_x, b_scale, i_t, o_h, residual.eps, SIZES.size)
-    tl.store(link.turns + i_place, turn)
+    tl.store(memory.turns + i_place, turn)
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def _add_own(partials, i_t, o_h, SIZES: tl.constexpr):
 
 @triton.jit
 def _receive(
-    link,
+    memory,
     which: tl.constexpr,
     sender: tl.constexpr,
     i_place,
@@ -122,14 +124,14 @@ def _receive(
     SIZES: tl.constexpr,
 ):
     """Waits for a sender's row, and returns it."""
-    wait_for_turn(_heard(link, which, sender, i_place, SIZES.rank, SIZES), turn)
-    p_sent = _box(link, SIZES.rank, which, sender, i_place, element, SIZES)
+    wait_for_turn(_heard(memory, which, sender, i_place, SIZES.rank, SIZES), turn)
+    p_sent = _row_address(memory, SIZES.rank, which, sender, i_place, element, SIZES)
     return tl.load(p_sent + o_h, mask=o_h < SIZES.size, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _box(
-    link,
+def _row_address(
+    memory,
     rank: tl.constexpr,
     which: tl.constexpr,
     sender: tl.constexpr,
@@ -138,14 +140,14 @@ def _box(
     SIZES: tl.constexpr,
 ):
     """Returns the address of a sender's row of a place in a rank's memory."""
-    p_first = tl.load(link.base + rank).to(tl.pointer_type(element))
+    p_first = tl.load(memory.base + rank).to(tl.pointer_type(element))
     number = (which * SIZES.ranks + sender) * SIZES.places + i_place
     return tl.multiple_of(p_first + number * SIZES.size, 16)
 
 
 @triton.jit
 def _heard(
-    link,
+    memory,
     which: tl.constexpr,
     sender: tl.constexpr,
     i_place,
@@ -153,12 +155,12 @@ def _heard(
     SIZES: tl.constexpr,
 ):
     """Returns the address at which a rank reads what a sender has signalled for a place."""
-    p_first = tl.load(link.signals + rank).to(tl.pointer_type(tl.int32))
+    p_first = tl.load(memory.signals + rank).to(tl.pointer_type(tl.int32))
     return p_first + (which * SIZES.places + i_place) * SIZES.ranks + sender
 
 
 @triton.jit
-def _signal(link, rank: tl.constexpr, which: tl.constexpr, i_place, turn, SIZES: tl.constexpr):
+def _signal(memory, rank: tl.constexpr, which: tl.constexpr, i_place, turn, SIZES: tl.constexpr):
     """Signals a rank that what is sent to it has arrived."""
-    p_theirs = _heard(link, which, SIZES.rank, i_place, rank, SIZES)
+    p_theirs = _heard(memory, which, SIZES.rank, i_place, rank, SIZES)
     tl.atomic_xchg(p_theirs, turn, sem="release", scope="sys")

@@ -56,8 +56,8 @@ _FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _EXPERT_OUTPUTS = 1024, 4, 8
 """Inputs of a warp's step in four bits, at most, and outputs of a program, of experts' last
 projections more: a thread multiplies its part of the row by all of these."""
 _MOST_WARPS, _LEAST_WARPS = 4, 8
-"""Warps of a program in four bits, at most, and those of an SM below which a program has more of
-them, or fewer outputs."""
+"""Most warps of a program in four bits; and the fewest warps of an SM: below, programs get more
+warps or fewer outputs."""
 _MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 40 * 8, 1 << 26
 """Most weights in four bits of a thread that there are registers for, and weights of a matrix from
 which on programs hide each other's waits."""

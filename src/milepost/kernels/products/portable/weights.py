@@ -158,8 +158,8 @@ def columns(SHAPE: tl.constexpr):
 
 @triton.jit
 def find_row(weight, expert, row, SHAPE: tl.constexpr):
-    """Returns pointers to the numbers, scales and zero points of rows `row` [N] of an expert. A
-    form without zero points has any pointer for them."""
+    """Returns pointers to the numbers, scales and zero points of rows `row` [N] of an expert.
+    Pointers to what a form does not have must not be used."""
     HEIGHT: tl.constexpr = 2 * SHAPE.outputs if SHAPE.is_gated else SHAPE.outputs
     PITCH: tl.constexpr = SHAPE.inputs // 2 if SHAPE.group else SHAPE.inputs
     p_w = weight.numbers + expert * (HEIGHT * PITCH) + row * PITCH
@@ -188,13 +188,14 @@ def find_both(weight, expert, column, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_scales(p_row, i_k, SHAPE: tl.constexpr):
-    """Loads the scales [N] of the step from input i_k on, for rows from `find_row`; those that a
-    form does not have, or not for a whole step, are anything. Int4 has scales and zero points of
-    the groups in bytes' low halves, then of those in their high halves, [N, G] if these are
-    several; e2m1 has both halves' scales [N, G].
+    """Loads the scales of the step from input i_k on, for rows from `find_row`. Returns a tuple:
 
-    They are loaded a step ahead: no loop has them brought ahead by itself, and each step would wait
-    for them."""
+    - FP8 with a scale per block: (scales [N],). Forms with one scale per row: a placeholder.
+    - Int4: scales and zero points of the groups in the bytes' low halves, then those of the groups
+      in their high halves; [N], or [N, G] if a half has several groups.
+    - e2m1: scales [N, G] of the low halves, and of the high halves.
+
+    Loops call this a step ahead, because Triton does not prefetch these loads."""
     p_scale, p_zero = p_row[1], p_row[2]
     i_k = tl.minimum(i_k, SHAPE.inputs - SHAPE.block_k)
     if SHAPE.group > 0:
