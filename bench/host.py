@@ -31,7 +31,7 @@ from milepost.engine.prompts import read_prompt
 from milepost.engine.validation import Limits, validate
 from milepost.kernels.attention import AttentionOperation
 from milepost.kernels.platform.device import Chip
-from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
+from milepost.kernels.recurrent import MixerSizes, RecurrentOperation, RecurrentRule
 from milepost.runner import arrays
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.staging import Staging, num_staged_bytes
@@ -46,8 +46,8 @@ VOCAB_SIZE = 151_936
 PARAMS = SamplingParams(max_tokens=1)
 LIMITS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
 ATTENTION = AttentionOperation(num_heads=16, num_kv_heads=2, head_dim=256)
-RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
-FIRST = (RecurrentOperation(recurrence=RECURRENCE, conv_width=4),)
+MIXER = MixerSizes(rule=RecurrentRule.GATED_DELTA, units=16, group=2, shared=128, own=128, taps=4)
+FIRST = (RecurrentOperation(sizes=MIXER),)
 SECOND = (ATTENTION, replace(ATTENTION, last_tokens_only=True))
 """What the layers before the first attention read, and what those behind do."""
 GEOMETRY = arrays.Geometry(

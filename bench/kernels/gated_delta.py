@@ -34,7 +34,7 @@ from tests.kernels.mixers import (
 )
 
 from milepost.kernels.layout.chunks import lay_out
-from milepost.kernels.recurrent import CHUNK, GatedDeltaWeights, mix
+from milepost.kernels.recurrent import CHUNK, DeltaWeights
 from milepost.runner.staging import on_device
 
 STATE_BYTES = 4 * REAL.value_heads * REAL.key_dim * REAL.value_dim
@@ -68,7 +68,7 @@ def decode_row(num_sequences: int, spacing: int) -> dict[str, Any]:
     layout = on_device(lay_out_decode(REAL, num_sequences), projected.device)
 
     def call(turn: int) -> None:
-        mix(projected, weights, pools.states(slots[turn]), layout)
+        REAL.operation.mix(projected, weights, pools.states(slots[turn]), layout)
 
     return {
         "op": f"decode, {num_sequences} sequences",
@@ -86,7 +86,7 @@ def prefill_row(num_sequences: int, length: int, spacing: int) -> dict[str, Any]
     chunks = send_layout(layout, "cuda")
 
     def call(turn: int) -> None:
-        mix(projected, weights, pools.states(slots[turn]), chunks)
+        REAL.operation.mix(projected, weights, pools.states(slots[turn]), chunks)
 
     return {
         "op": f"prefill, {num_sequences} x {length} tokens",
@@ -117,7 +117,7 @@ def time_us(call: Callable[[int], None], turns: int) -> float:
 
 def _prepare(
     num_sequences: int, spacing: int
-) -> tuple[GatedDeltaWeights, Pools, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[DeltaWeights, Pools, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Weights, pools, and (slot_in, slot_out) for turns that together outgrow the cache."""
     turns = max(2, -(-64 // num_sequences))
     num_slots = 1 + turns * num_sequences

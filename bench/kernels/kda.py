@@ -23,7 +23,7 @@ from tests.kernels.mixers import Batch, Pools, make_pools, make_projected, space
 from tests.kernels.ssd import lay_out
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.recurrent import CHUNK, KDAProjected, mix
+from milepost.kernels.recurrent import CHUNK, KDAProjected
 
 DEVICE = torch.device("cuda", 0)
 
@@ -75,7 +75,7 @@ def _calls(count: int, length: int) -> Iterator[Callable[[], object]]:
             slot_out=slots,
         )
         layout, places = lay_out(REAL, batch, DEVICE, probe(DEVICE), {})
-        yield partial(mix, *inputs, pools.states(places), layout)
+        yield partial(REAL.operation.mix, *inputs, pools.states(places), layout)
 
 
 if __name__ == "__main__":

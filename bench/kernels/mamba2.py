@@ -29,7 +29,6 @@ from tests.kernels.ssd import (
 )
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.recurrent import mix
 
 DEVICE = torch.device("cuda", 0)
 SHAPES = {"nemotron": NEMOTRON, "bamba": BAMBA}
@@ -84,7 +83,7 @@ def _calls(shapes: Shapes, count: int, length: int) -> Iterator[Callable[[], obj
             slot_out=slots,
         )
         layout, places = lay_out(shapes, batch, DEVICE, probe(DEVICE), {})
-        yield partial(mix, projected, weights, pools.states(places), layout)
+        yield partial(shapes.operation.mix, projected, weights, pools.states(places), layout)
 
 
 if __name__ == "__main__":

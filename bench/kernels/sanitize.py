@@ -127,7 +127,7 @@ def check_decode() -> None:
         ours = make_pools(MIXER, slots.stop, DTYPE, "cuda")
         padded = replace(batch, slot_in=[*batch.slot_in, 1], slot_out=[*slots, -1])
         moved = make_projected(MIXER, num_sequences + 1, DTYPE, "cuda")
-        output = fused_decode(moved, make_weights(MIXER, DTYPE, "cuda"), ours, padded)
+        output = fused_decode(MIXER, moved, make_weights(MIXER, DTYPE, "cuda"), ours, padded)
         expected = expected_decode(MIXER, projected[:-1], weights, pools, batch)
         assert isinstance(output, torch.Tensor)
         compare(f"decode of {num_sequences}", output[:-1], expected)

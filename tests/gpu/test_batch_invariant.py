@@ -131,7 +131,9 @@ def test_prefills_of_the_delta_rule_wherever_they_are_cut(cuts: tuple[int, ...])
         pools, parts, start = make_pools(REAL, 4, torch.bfloat16, "cuda"), [], 0
         for length in lengths:
             own = Batch(starts=[start], lengths=[length], slot_in=[3 if start else 0], slot_out=[3])
-            parts.append(fused_prefill(projected[start : start + length], weights, pools, own))
+            parts.append(
+                fused_prefill(REAL, projected[start : start + length], weights, pools, own)
+            )
             start += length
         outputs.append(torch.cat(parts))
         states.append(pools.recurrent[3])
@@ -148,7 +150,9 @@ def test_decodes_of_the_delta_rule_beside_any_number(num: int) -> None:
         pools = make_pools(REAL, 67, torch.bfloat16, "cuda")
         slots = list(range(3, 3 + count))
         own = Batch(starts=[], lengths=[], slot_in=[1] * count, slot_out=slots)
-        outputs.append((fused_decode(projected[:count], weights, pools, own), pools.recurrent))
+        outputs.append(
+            (fused_decode(REAL, projected[:count], weights, pools, own), pools.recurrent)
+        )
     (many, states), (few, own_states) = outputs
     assert torch.equal(many[:num], few)
     assert torch.equal(states[3 : 3 + num], own_states[3 : 3 + num])

@@ -53,7 +53,7 @@ def test_decode_matches_reference(shapes: Shapes, dtype: torch.dtype, spacing: i
         pools.conv[slot], pools.recurrent[slot] = pools.conv[2], pools.recurrent[2]
     ours = pools.clone(spacing)
     expected = expected_decode(shapes, projected[:32], weights, pools, batch)
-    output = fused_decode(projected, weights, ours, padded)
+    output = fused_decode(shapes, projected, weights, ours, padded)
     assert relative_error(output[:32], expected) < TOLERANCES[dtype]
     assert (output[32] == 0).all()
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
@@ -64,7 +64,8 @@ def _decode_on_hopper(projected, weights, states: LayerStates, arrivals) -> torc
     from milepost.kernels.recurrent import fused
     from milepost.kernels.recurrent.hopper import delta_decode
 
-    mixer = fused.describe(projected, weights, states.recurrent)
+    operation = REAL.operation
+    mixer = fused.describe(projected, weights, operation.sizes, operation.order)
     output = projected.new_empty(len(projected), REAL.values)
     delta_decode.run(mixer, states.decodes(), output, arrivals)
     return output
@@ -104,7 +105,7 @@ def test_prefill_matches_reference(
     weights, pools = make_weights(shapes, dtype, "cuda"), make_pools(shapes, 14, dtype, "cuda")
     ours = pools.clone(spacing)
     expected = expected_prefill(shapes, projected, weights, pools, batch)
-    output = fused_prefill(projected, weights, ours, batch)
+    output = fused_prefill(shapes, projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCES[dtype]
     assert torch.equal(ours.conv.nan_to_num(9), pools.conv.nan_to_num(9))
     assert_pools_match(ours, pools, TOLERANCES[dtype])
@@ -118,14 +119,14 @@ def test_export_equals_prefill_that_ends_there() -> None:
     exports = [(0, position, 4 + index) for index, position in enumerate(positions)]
     batch = Batch(starts=[start], lengths=[end - start], slot_in=[1], slot_out=[3], exports=exports)
     pools = make_pools(REAL, 10, dtype, "cuda")
-    fused_prefill(projected, weights, pools, batch)
+    fused_prefill(REAL, projected, weights, pools, batch)
     for index, position in enumerate(positions):
         length = position - start
         alone = Batch(
             starts=[start], lengths=[length], slot_in=[1], slot_out=[3], exports=exports[:index]
         )
         shorter = make_pools(REAL, 10, dtype, "cuda")
-        fused_prefill(projected[:length], weights, shorter, alone)
+        fused_prefill(REAL, projected[:length], weights, shorter, alone)
         assert torch.equal(pools.recurrent[4 + index], shorter.recurrent[3])
         assert torch.equal(pools.conv[4 + index], shorter.conv[3])
 
@@ -137,14 +138,14 @@ def test_prefill_in_parts_beside_others_gives_the_same_bits() -> None:
     weights = make_weights(REAL, dtype, "cuda")
     whole, parts = make_pools(REAL, 6, dtype, "cuda"), make_pools(REAL, 6, dtype, "cuda")
     batch = Batch(starts=[20], lengths=[length], slot_in=[1], slot_out=[3])
-    expected = fused_prefill(projected, weights, whole, batch)
+    expected = fused_prefill(REAL, projected, weights, whole, batch)
     outputs, slot_in, edges = [], 1, (20, 64, 512, 960, 1020)
     for begin, end in pairwise(edges):
         part = Batch(
             starts=[0, begin], lengths=[40, end - begin], slot_in=[2, slot_in], slot_out=[4, 3]
         )
         rows = torch.cat((others, projected[begin - 20 : end - 20]))
-        outputs.append(fused_prefill(rows, weights, parts, part)[40:])
+        outputs.append(fused_prefill(REAL, rows, weights, parts, part)[40:])
         slot_in = 3
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(parts.recurrent[3], whole.recurrent[3])
@@ -167,7 +168,7 @@ def test_on_hopper_long_prefills_have_the_same_bits(
     for fewest in (1 << 20, 0):
         monkeypatch.setattr(table, "HOST_BOUND_TOKENS", fewest)
         pools = make_pools(shapes, 14, dtype, "cuda")
-        outcomes.append((fused_prefill(projected, weights, pools, batch), pools))
+        outcomes.append((fused_prefill(shapes, projected, weights, pools, batch), pools))
     (expected, theirs), (output, ours) = outcomes
     assert torch.equal(output, expected)
     assert_pools_equal(ours, theirs)
@@ -187,7 +188,7 @@ def test_captured_prefill_replays_other_batches() -> None:
             make_pools(REAL, 14, dtype, "cuda"),
             make_pools(REAL, 14, dtype, "cuda"),
         )
-        expected = fused_prefill(projected[:tokens], weights, expected_pools, batch)
+        expected = fused_prefill(REAL, projected[:tokens], weights, expected_pools, batch)
         pools.conv.copy_(fresh.conv)
         pools.recurrent.copy_(fresh.recurrent)
         output = replay(projected, batch)

@@ -168,7 +168,7 @@ def _recurrent(num_sequences: int, length: int):
         layout = staging.on_device(lay_out_decode(REAL, num_sequences), torch.device("cuda"))
 
     def mix(projected: Tensor, pause: Callable[[], object]) -> Tensor:
-        output = recurrent.mix(projected, *common, layout)
+        output = REAL.operation.mix(projected, *common, layout)
         pause()
         return output
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.recurrent import (
+    DeltaWeights,
     KDAProjected,
-    KDAWeights,
-    Recurrence,
+    MixerSizes,
     RecurrentOperation,
-    mix,
+    RecurrentRule,
 )
 from tests.kernels.mixers import Batch, Pools
 from tests.kernels.ssd import lay_out, widen
@@ -56,9 +56,17 @@ class Shapes:
 
     @property
     def operation(self) -> RecurrentOperation:
-        sizes = {"num_units": self.heads, "shared": self.head_dim, "own": self.head_dim}
-        recurrence = Recurrence(rule=KDAWeights, num_heads=self.heads, **sizes)
-        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps)
+        sizes = MixerSizes(
+            rule=RecurrentRule.KDA,
+            units=self.heads,
+            group=1,
+            shared=self.head_dim,
+            own=self.head_dim,
+            taps=self.taps,
+            least_decay=self.least_decay,
+            gates_by_sigmoid=True,
+        )
+        return RecurrentOperation(sizes=sizes)
 
 
 ODD = Shapes(heads=3, head_dim=5, taps=3)
@@ -72,7 +80,7 @@ BOUNDED = Shapes(heads=3, head_dim=36, taps=3, least_decay=-5.0)
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> KDAWeights:
+) -> DeltaWeights:
     """The first head forgets nearly all that it holds at every token: over a chunk its decays are
     no numbers that could be divided by. The last one keeps it, unless decays have a bound."""
     random = torch.Generator().manual_seed(1)
@@ -82,20 +90,19 @@ def make_weights(
         return torch.randn(*size, generator=random, dtype=torch.float64)
 
     most = (0.9, 0.5) if shapes.least_decay else (1.3, -2)
-    return KDAWeights(
+    return DeltaWeights(
         conv=(normal(shapes.channels, shapes.taps) * shapes.taps**-0.5).to(device, dtype),
         decay_rate=-torch.logspace(*most, shapes.heads).to(device, precise),
         decay_bias=normal(shapes.size).to(device, precise),
         norm=normal(shapes.head_dim).to(device, precise),
         norm_eps=1e-5,
-        least_decay=shapes.least_decay,
     )
 
 
 def run(
     shapes: Shapes,
     projected: Tensor,
-    weights: KDAWeights,
+    weights: DeltaWeights,
     pools: Pools,
     batch: Batch,
     *,
@@ -111,7 +118,7 @@ def run(
 def launch(
     shapes: Shapes,
     projected: Tensor,
-    weights: KDAWeights,
+    weights: DeltaWeights,
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
@@ -121,13 +128,13 @@ def launch(
     first = sum(shapes.sizes[:2])
     decay, gate = (each.contiguous() for each in projected[:, first:].chunk(2, -1))
     inputs = KDAProjected(projected[:, :first], decay, gate)
-    return mix(inputs, weights, pools.states(slots, records), layout)
+    return shapes.operation.mix(inputs, weights, pools.states(slots, records), layout)
 
 
 def recur(
     shapes: Shapes,
     projected: Tensor,
-    weights: KDAWeights,
+    weights: DeltaWeights,
     conv_state: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:

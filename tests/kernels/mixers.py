@@ -6,24 +6,25 @@ Legend: T tokens, S sequences, V value heads, K key_dim, W value_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels import conv, recurrent
+from milepost.kernels import conv
 from milepost.kernels.layout.batch import Operation
 from milepost.kernels.layout.chunks import ChunkLayout, ChunkRows, lay_out, lay_out_chunks
 from milepost.kernels.platform.device import probe
 from milepost.kernels.recurrent import (
     CHUNK,
     DecodeLayout,
-    GatedDeltaWeights,
+    DeltaWeights,
     LayerStates,
-    Recurrence,
+    MixerSizes,
     RecurrentOperation,
+    RecurrentRule,
     lay_out_decodes,
     needs_arrivals,
 )
@@ -61,6 +62,7 @@ class Shapes:
     value_dim: int
     taps: int = 4
     max_beta: float = 1.0
+    gates_by_sigmoid: bool = False
 
     @property
     def channels(self) -> int:
@@ -86,14 +88,17 @@ class Shapes:
 
     @property
     def operation(self) -> RecurrentOperation:
-        recurrence = Recurrence(
-            rule=GatedDeltaWeights,
-            num_units=self.key_heads,
-            num_heads=self.value_heads,
+        sizes = MixerSizes(
+            rule=RecurrentRule.GATED_DELTA,
+            units=self.key_heads,
+            group=self.value_heads // self.key_heads,
             shared=self.key_dim,
             own=self.value_dim,
+            taps=self.taps,
+            max_beta=self.max_beta,
+            gates_by_sigmoid=self.gates_by_sigmoid,
         )
-        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps)
+        return RecurrentOperation(sizes=sizes)
 
 
 ODD = Shapes(key_heads=2, value_heads=6, key_dim=8, value_dim=5, max_beta=2.0)
@@ -162,18 +167,17 @@ LONG_BATCHES = {
 
 def make_weights(
     shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> GatedDeltaWeights:
+) -> DeltaWeights:
     random = torch.Generator().manual_seed(1)
     heads = shapes.value_heads
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.randn(shapes.channels, shapes.taps, generator=random) * shapes.taps**-0.5
-    return GatedDeltaWeights(
+    return DeltaWeights(
         conv=weight.to(device, dtype),
         decay_rate=(-0.3 * torch.rand(heads, generator=random)).to(device, precise),
         decay_bias=torch.randn(heads, generator=random).to(device, precise),
         norm=torch.randn(shapes.value_dim, generator=random).to(device, precise),
         norm_eps=1e-6,
-        max_beta=shapes.max_beta,
     )
 
 
@@ -225,15 +229,13 @@ def assert_pools_equal(actual: Pools, expected: Pools) -> None:
         assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
 
 
-def widen(weights: GatedDeltaWeights, dtype: torch.dtype = torch.float32) -> GatedDeltaWeights:
+def widen(weights: DeltaWeights, dtype: torch.dtype = torch.float32) -> DeltaWeights:
     """All in one type."""
-    values = {each.name: getattr(weights, each.name) for each in fields(weights)}
-    wide = {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(weights, **wide)
+    return DeltaWeights(*(each.to(dtype) if isinstance(each, Tensor) else each for each in weights))
 
 
 def expected_prefill(
-    shapes: Shapes, projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
+    shapes: Shapes, projected: Tensor, weights: DeltaWeights, pools: Pools, batch: Batch
 ) -> Tensor:
     """What the references answer, in float32; writes `pools`."""
     layouts = (
@@ -248,7 +250,7 @@ def expected_prefill(
 
 
 def expected_decode(
-    shapes: Shapes, projected: Tensor, weights: GatedDeltaWeights, pools: Pools, batch: Batch
+    shapes: Shapes, projected: Tensor, weights: DeltaWeights, pools: Pools, batch: Batch
 ) -> Tensor:
     """As `expected_prefill`, one token a sequence."""
     return _expected(shapes, projected, weights, pools, batch, None)
@@ -257,7 +259,7 @@ def expected_decode(
 def _expected(
     shapes: Shapes,
     projected: Tensor,
-    weights: GatedDeltaWeights,
+    weights: DeltaWeights,
     pools: Pools,
     batch: Batch,
     layouts: tuple[conv.ConvLayout, ChunkRows] | None,
@@ -281,7 +283,7 @@ def _expected(
         output = reference.prefill(*inputs, layouts[1])
     gate = gate.unflatten(-1, (-1, shapes.value_dim))
     normed = F.rms_norm(output, output.shape[-1:], weights.norm, weights.norm_eps)
-    opened = gate.sigmoid() if weights.gates_by_sigmoid else F.silu(gate)
+    opened = gate.sigmoid() if shapes.gates_by_sigmoid else F.silu(gate)
     return (normed * opened).flatten(1)
 
 
@@ -291,19 +293,20 @@ def send_layout(chunks: ChunkLayout, device: torch.device | str) -> ChunkLayout:
 
 
 def fused_prefill(
+    shapes: Shapes,
     projected: Tensor,
-    weights: GatedDeltaWeights,
+    weights: DeltaWeights,
     pools: Pools,
     batch: Batch,
     **capacities: int,
 ) -> Tensor:
-    """`recurrent.mix`, padded to `capacities`."""
+    """What the fused kernels answer, padded to `capacities`; writes `pools`."""
     chunks, slots = _laid_out(batch, projected.device, capacities)
-    return recurrent.mix(projected, weights, pools.states(slots), chunks)
+    return shapes.operation.mix(projected, weights, pools.states(slots), chunks)
 
 
 def captured_prefill(
-    shapes: Shapes, weights: GatedDeltaWeights, pools: Pools, capacities: dict[str, int]
+    shapes: Shapes, weights: DeltaWeights, pools: Pools, capacities: dict[str, int]
 ) -> Callable[[Tensor, Batch], Tensor]:
     """`fused_prefill` of any batch within `capacities` as replays of one CUDA graph."""
     device = weights.conv.device
@@ -311,10 +314,10 @@ def captured_prefill(
     chunks, slots = _laid_out(empty, device, capacities)
     projected = make_projected(shapes, capacities["max_tokens"], weights.conv.dtype, device.type)
     arguments = projected, weights, pools.states(slots), chunks
-    recurrent.mix(*arguments)
+    shapes.operation.mix(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = recurrent.mix(*arguments)
+        output = shapes.operation.mix(*arguments)
 
     def replay(rows: Tensor, batch: Batch) -> Tensor:
         projected.copy_(rows)
@@ -343,36 +346,32 @@ def _laid_out(
 
 
 def launch(
-    _: Shapes,
+    shapes: Shapes,
     projected: Tensor,
-    weights: GatedDeltaWeights,
+    weights: DeltaWeights,
     pools: Pools,
     layout: Any,
     slots: tuple[Tensor, Tensor],
     records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
-    return recurrent.mix(projected, weights, pools.states(slots, records), layout)
+    return shapes.operation.mix(projected, weights, pools.states(slots, records), layout)
 
 
 def fused_decode(
+    shapes: Shapes,
     projected: Tensor,
-    weights: GatedDeltaWeights,
+    weights: DeltaWeights,
     pools: Pools,
     batch: Batch,
 ) -> Tensor:
     slots = batch.slots(projected.device)
-    _, value_heads, key_dim, value_dim = pools.recurrent.shape
-    key_heads = (len(weights.conv) - value_heads * value_dim) // (2 * key_dim)
-    shapes = Shapes(
-        key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim
-    )
     layout = on_device(lay_out_decode(shapes, len(projected)), projected.device)
-    return recurrent.mix(projected, weights, pools.states(slots), layout)
+    return shapes.operation.mix(projected, weights, pools.states(slots), layout)
 
 
 def lay_out_decode(shapes: Shapes, num_sequences: int) -> DecodeLayout:
     """As an engine does on this machine's device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    has_arrivals = needs_arrivals(shapes.operation.recurrence, num_sequences, probe(device))
+    has_arrivals = needs_arrivals(shapes.operation.sizes, num_sequences, probe(device))
     return lay_out_decodes(num_sequences, shapes.key_heads if has_arrivals else 0)

@@ -6,7 +6,7 @@ Legend: T tokens, C channels, H heads, P head_dim, G groups, N state_size, J tap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +19,10 @@ from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.recurrent import (
     Mamba2Weights,
-    Recurrence,
+    MixerSizes,
     RecurrentOperation,
+    RecurrentRule,
     choose_chunk,
-    mix,
 )
 from milepost.runner.staging import on_device
 from tests.kernels.mixers import Batch, Pools
@@ -36,6 +36,7 @@ class Shapes:
     state_size: int
     taps: int = 4
     chunk: int = 16
+    norm_before_gate: bool = False
 
     @property
     def inner(self) -> int:
@@ -60,9 +61,16 @@ class Shapes:
 
     @property
     def operation(self) -> RecurrentOperation:
-        sizes = {"num_units": self.groups, "shared": self.state_size, "own": self.head_dim}
-        recurrence = Recurrence(rule=Mamba2Weights, num_heads=self.heads, **sizes)
-        return RecurrentOperation(recurrence=recurrence, conv_width=self.taps, chunk=self.chunk)
+        sizes = MixerSizes(
+            rule=RecurrentRule.MAMBA2,
+            units=self.groups,
+            group=self.heads // self.groups,
+            shared=self.state_size,
+            own=self.head_dim,
+            taps=self.taps,
+            gates_first=not self.norm_before_gate,
+        )
+        return RecurrentOperation(sizes=sizes, chunk=self.chunk)
 
 
 ONE_GROUP = Shapes(heads=3, head_dim=5, groups=1, state_size=7, taps=3)
@@ -89,8 +97,9 @@ def make_weights(
         skip=normal(shapes.heads).to(device, precise),
         norm=normal(shapes.inner).to(device, precise),
         norm_eps=1e-5,
+        dt_limit=(0.0, float("inf")),
     )
-    return replace(weights, **others)
+    return weights._replace(**others)
 
 
 def run(
@@ -110,7 +119,7 @@ def run(
 
 
 def launch(
-    _: Shapes,
+    shapes: Shapes,
     projected: Tensor,
     weights: Mamba2Weights,
     pools: Pools,
@@ -119,7 +128,7 @@ def launch(
     records: Tensor | None = None,
 ) -> Tensor:
     """One layer's call, of a step that has been laid out."""
-    return mix(projected, weights, pools.states(slots, records), layout)
+    return shapes.operation.mix(projected, weights, pools.states(slots, records), layout)
 
 
 class HasOperation(Protocol):
@@ -171,12 +180,7 @@ def lay_out(
 
 def widen(weights: Mamba2Weights) -> Mamba2Weights:
     """All in float64."""
-    tensors = {
-        each.name: getattr(weights, each.name).double()
-        for each in fields(weights)
-        if isinstance(getattr(weights, each.name), Tensor)
-    }
-    return replace(weights, **tensors)
+    return type(weights)(*(each.double() if isinstance(each, Tensor) else each for each in weights))
 
 
 def recur(
@@ -207,18 +211,18 @@ def recur(
         kept = (dt * weights.rate).exp()[:, None, None]
         state = kept * state + torch.einsum("h,hp,hn->hpn", dt, x, b)
         y = torch.einsum("hpn,hn->hp", state, c) + weights.skip[:, None] * x
-        outputs.append(_norm(y.flatten(), F.silu(gate), weights, shapes.groups))
+        outputs.append(_norm(y.flatten(), F.silu(gate), weights, shapes))
     return torch.stack(outputs), conv_state, state
 
 
-def _norm(y: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
+def _norm(y: Tensor, gate: Tensor, weights: Mamba2Weights, shapes: Shapes) -> Tensor:
     if weights.norm is None:
         return y * gate
-    y = y if weights.norm_before_gate else y * gate
-    grouped = y.view(groups, -1)
+    y = y if shapes.norm_before_gate else y * gate
+    grouped = y.view(shapes.groups, -1)
     scale = (grouped.square().mean(-1, keepdim=True) + weights.norm_eps).rsqrt()
     y = (grouped * scale).flatten() * weights.norm
-    return y * gate if weights.norm_before_gate else y
+    return y * gate if shapes.norm_before_gate else y
 
 
 def split(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:

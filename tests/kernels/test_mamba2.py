@@ -34,7 +34,7 @@ VARIANTS = {
     "plain": {},
     "no_bias": {"conv_bias": None},
     "limits": {"dt_limit": (0.2, 0.6)},
-    "norm_before_gate": {"norm_before_gate": True},
+    "norm_before_gate": {},
     "no_norm": {"norm": None},
 }
 
@@ -70,6 +70,7 @@ def check(shapes: Shapes, weights, pools: Pools, batch: Batch, tolerance: float)
 @pytest.mark.parametrize("shapes", [ONE_GROUP, GROUPS], ids=["one_group", "groups"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_and_decode_match_the_recurrence(variant, shapes, dtype, tolerance):
+    shapes = replace(shapes, norm_before_gate=variant == "norm_before_gate")
     weights = make_weights(shapes, dtype, **VARIANTS[variant])
     check(shapes, weights, make_pools(shapes, 14, dtype, state_dtype=dtype), SEVERAL, tolerance)
     decodes = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1), slot_out=(4, 5, 2, 6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from milepost.kernels.platform import device
 from milepost.kernels.platform.device import CHIPS, hopper_kernels
 from milepost.kernels.recurrent import (
     TABLES,
-    GatedDeltaWeights,
-    KDAWeights,
-    Mamba2Weights,
     MixerPart,
-    Recurrence,
+    MixerSizes,
+    RecurrentRule,
     needs_arrivals,
 )
 from milepost.kernels.recurrent.table import DECODES, OUTPUTS, STATES, VERIFIES, is_reached
@@ -24,10 +21,10 @@ from milepost.models.kernel_list import list_kernels
 
 MODELS = Path(__file__).parents[2] / "bench" / "models"
 H200, A100 = CHIPS["sm_90"][1], CHIPS["sm_80"][1]
-DELTA = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
-KIMI = Recurrence(rule=KDAWeights, num_units=32, num_heads=32, shared=128, own=128)
-NEMOTRON = Recurrence(rule=Mamba2Weights, num_units=8, num_heads=64, shared=128, own=64)
-OLMO = replace(DELTA, num_units=30, num_heads=30, shared=96, own=192)
+DELTA = MixerSizes(rule=RecurrentRule.GATED_DELTA, units=16, group=2, shared=128, own=128, taps=4)
+KIMI = DELTA._replace(rule=RecurrentRule.KDA, units=32, group=1, gates_by_sigmoid=True)
+NEMOTRON = DELTA._replace(rule=RecurrentRule.MAMBA2, units=8, group=8, own=64)
+OLMO = DELTA._replace(units=30, group=1, shared=96, own=192)
 
 
 @pytest.fixture(autouse=True)
@@ -38,25 +35,25 @@ def hopper(monkeypatch):
         table.forget()
 
 
-def serves(table, recurrence: Recurrence, num: int, chip=H200, **others) -> str:
-    part = MixerPart(recurrence=recurrence, num=num, **others)
+def serves(table, sizes: MixerSizes, num: int, chip=H200, **others) -> str:
+    part = MixerPart(sizes=sizes, num=num, **others)
     return table.choose(part, chip).kernel.name
 
 
-@pytest.mark.parametrize("recurrence", [DELTA, KIMI])
-def test_hopper_runs_all_steps_of_square_states(recurrence):
+@pytest.mark.parametrize("sizes", [DELTA, KIMI])
+def test_hopper_runs_all_steps_of_square_states(sizes):
     for num in (1, 2, 64, 500):
-        assert serves(DECODES, recurrence, num) == "delta decode, Hopper"
-        assert serves(VERIFIES, recurrence, num) == "delta verify, Hopper"
-        assert serves(DECODES, recurrence, num, A100) == "step"
-        assert serves(DECODES, recurrence, num, is_reached=False) == "step"
+        assert serves(DECODES, sizes, num) == "delta decode, Hopper"
+        assert serves(VERIFIES, sizes, num) == "delta verify, Hopper"
+        assert serves(DECODES, sizes, num, A100) == "step"
+        assert serves(DECODES, sizes, num, is_reached=False) == "step"
     with hopper_kernels(False):
-        assert serves(DECODES, recurrence, 1) == "step"
+        assert serves(DECODES, sizes, 1) == "step"
 
 
 def test_outputs_gated_by_sigmoids_are_any_chips():
     """States have no gates, so Hopper's kernel serves those."""
-    gated = replace(DELTA, gates_by_sigmoid=True)
+    gated = DELTA._replace(gates_by_sigmoid=True)
     assert serves(DECODES, gated, 1) == serves(VERIFIES, gated, 1) == "step"
     assert serves(STATES, gated, 8192) == "chunk_h, Hopper"
     assert serves(OUTPUTS, gated, 8192) == "chunk_o"
@@ -71,15 +68,15 @@ def test_other_states_are_any_chips():
 def test_only_steps_of_mamba2_that_verify_have_a_kernel_for_hopper():
     assert [serves(DECODES, NEMOTRON, num) for num in (1, 500)] == ["step", "step"]
     assert serves(VERIFIES, NEMOTRON, 1) == "mamba2 verify, Hopper"
-    assert serves(VERIFIES, replace(NEMOTRON, shared=256), 1) == "step"
+    assert serves(VERIFIES, NEMOTRON._replace(shared=256), 1) == "step"
 
 
-@pytest.mark.parametrize("recurrence", [DELTA, KIMI])
-def test_long_prefills_go_through_tma(recurrence):
+@pytest.mark.parametrize("sizes", [DELTA, KIMI])
+def test_long_prefills_go_through_tma(sizes):
     for num, where in ((4096, ""), (4097, ", Hopper")):
-        assert serves(STATES, recurrence, num) == f"chunk_h{where}"
-        assert serves(OUTPUTS, recurrence, num) == "chunk_o"
-    assert serves(STATES, recurrence, 8192, element_bytes=4) == "chunk_h"
+        assert serves(STATES, sizes, num) == f"chunk_h{where}"
+        assert serves(OUTPUTS, sizes, num) == "chunk_o"
+    assert serves(STATES, sizes, 8192, element_bytes=4) == "chunk_h"
 
 
 def test_only_programs_that_wait_for_others_are_sent_arrivals():

@@ -9,7 +9,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 
-from milepost.kernels.recurrent import GatedDeltaWeights
+from milepost.kernels.recurrent import DeltaWeights, MixerSizes, RecurrentRule
 from milepost.kernels.recurrent.reference import gated_norm
 from milepost.layers.norm import HeadNorms, RMSNorm
 from milepost.layers.parameters import ModuleScope
@@ -35,14 +35,15 @@ def test_norms_match_transformers(dtype: torch.dtype, tolerance: float) -> None:
     for expected in (norm_expected, gated_expected):
         expected.weight.data.copy_(weight)
     nothing = torch.empty(0)
-    weights = GatedDeltaWeights(
+    sizes = MixerSizes(rule=RecurrentRule.GATED_DELTA, units=1, group=1, shared=1, own=SIZE, taps=1)
+    weights = DeltaWeights(
         conv=nothing,
         decay_rate=nothing,
         decay_bias=nothing,
         norm=weight.to(torch.float32),
         norm_eps=EPS,
     )
-    plain, gated = norm(hidden), gated_norm(hidden, gate, weights)
+    plain, gated = norm(hidden), gated_norm(sizes, hidden[:, None], gate, weights)[:, 0]
     assert plain.dtype == gated.dtype == dtype
     with torch.no_grad():
         assert relative_error(plain, norm_expected(hidden)) < tolerance

@@ -19,7 +19,7 @@ from milepost.kernels.attention.tiles import END, FIRST, POSITION, ROW, TOKENS
 from milepost.kernels.layout.batch import Capacity
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
+from milepost.kernels.recurrent import MixerSizes, RecurrentOperation, RecurrentRule
 from milepost.runner.arrays import Geometry, build
 from milepost.runner.graphs import exact_capacity, ladder, largest_step, smallest
 from milepost.runner.staging import num_staged_bytes
@@ -28,8 +28,8 @@ from milepost.scheduler.plans import SequencePlan, StepPlan
 
 ATTENTION = AttentionOperation(num_heads=8, num_kv_heads=2, head_dim=128)
 ENDING = replace(ATTENTION, last_tokens_only=True)
-RECURRENCE = Recurrence(rule=GatedDeltaWeights, num_units=16, num_heads=32, shared=128, own=128)
-GATED_DELTA = RecurrentOperation(recurrence=RECURRENCE, conv_width=4)
+MIXER = MixerSizes(rule=RecurrentRule.GATED_DELTA, units=16, group=2, shared=128, own=128, taps=4)
+GATED_DELTA = RecurrentOperation(sizes=MIXER)
 GEOMETRY = Geometry(
     operations=(ATTENTION, ENDING, GATED_DELTA),
     page_size=64,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from milepost.kernels import recurrent
-from milepost.kernels.recurrent import GatedDeltaWeights, Recurrence, RecurrentOperation
+from milepost.kernels.recurrent import DeltaWeights, MixerSizes, RecurrentOperation, RecurrentRule
 from milepost.layers.context import RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope, dummy_taps
@@ -105,28 +105,27 @@ class GatedDelta(RecurrentMixer):
         self.decay_bias = self.declare("dt_bias", scope.empty_precise(heads), cut=head_cut)
         norm = f"{arrangement.norm}.weight"
         self.norm_weight = self.declare(norm, scope.empty_precise(shapes.value_dim))
-        self.weights = GatedDeltaWeights(
+        self.weights = DeltaWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
             decay_bias=self.decay_bias,
             norm=self.norm_weight,
             norm_eps=shapes.norm_eps,
-            max_beta=shapes.max_beta,
-            gates_by_sigmoid=shapes.gates_by_sigmoid,
         )
         self.out = Linear(
             shapes.values_size, ((arrangement.out, shapes.hidden_size),), scope, inputs=values
         )
         self.operation = RecurrentOperation(
-            recurrence=Recurrence(
-                rule=GatedDeltaWeights,
-                num_units=key_heads,
-                num_heads=heads,
+            sizes=MixerSizes(
+                rule=RecurrentRule.GATED_DELTA,
+                units=key_heads,
+                group=heads // key_heads,
                 shared=shapes.key_dim,
                 own=shapes.value_dim,
+                taps=shapes.conv_width,
+                max_beta=shapes.max_beta,
                 gates_by_sigmoid=shapes.gates_by_sigmoid,
             ),
-            conv_width=shapes.conv_width,
             order=scope.order,
         )
         self.spec = RecurrentSpec(

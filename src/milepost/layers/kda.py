@@ -12,10 +12,11 @@ from functools import partial
 from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Inputs
 from milepost.kernels.recurrent import (
+    DeltaWeights,
     KDAProjected,
-    KDAWeights,
-    Recurrence,
+    MixerSizes,
     RecurrentOperation,
+    RecurrentRule,
 )
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
@@ -91,20 +92,25 @@ class KDA(RecurrentMixer):
         )
         self.decay_bias = self.declare(f"{forget}dt_bias", scope.empty_precise(size), cut=cut)
         self.norm_weight = self.declare("o_norm.weight", scope.empty_precise(rank))
-        self.weights = KDAWeights(
+        self.weights = DeltaWeights(
             conv=self.conv_weight,
             decay_rate=self.decay_rate,
             decay_bias=self.decay_bias,
             norm=self.norm_weight,
             norm_eps=shapes.norm_eps,
-            least_decay=shapes.least_decay,
         )
         self.out = Linear(size, (("o_proj", shapes.hidden_size),), scope, inputs=cut)
         self.operation = RecurrentOperation(
-            recurrence=Recurrence(
-                rule=KDAWeights, num_units=heads, num_heads=heads, shared=rank, own=rank
+            sizes=MixerSizes(
+                rule=RecurrentRule.KDA,
+                units=heads,
+                group=1,
+                shared=rank,
+                own=rank,
+                taps=shapes.conv_width,
+                least_decay=shapes.least_decay,
+                gates_by_sigmoid=True,
             ),
-            conv_width=shapes.conv_width,
             order=scope.order,
         )
         self.spec = RecurrentSpec(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from milepost.errors import ConfigError
 from milepost.kernels import recurrent
-from milepost.kernels.recurrent import Mamba2Weights, Recurrence, RecurrentOperation
+from milepost.kernels.recurrent import Mamba2Weights, MixerSizes, RecurrentOperation, RecurrentRule
 from milepost.layers.context import RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
@@ -103,9 +103,7 @@ class Mamba2(RecurrentMixer):
             skip=self.skip,
             norm=None if self._shares_group else self.norm_weight,
             norm_eps=shapes.norm_eps,
-            norm_before_gate=shapes.norm_before_gate,
             dt_limit=shapes.time_step_limit,
-            order=scope.order,
         )
         self.out = Linear(
             inner,
@@ -115,14 +113,15 @@ class Mamba2(RecurrentMixer):
             inputs=inner_cut,
         )
         self.operation = RecurrentOperation(
-            recurrence=Recurrence(
-                rule=Mamba2Weights,
-                num_units=shapes.num_groups,
-                num_heads=heads,
+            sizes=MixerSizes(
+                rule=RecurrentRule.MAMBA2,
+                units=shapes.num_groups,
+                group=heads // shapes.num_groups,
                 shared=shapes.state_size,
                 own=shapes.head_dim,
+                taps=shapes.conv_width,
+                gates_first=not shapes.norm_before_gate,
             ),
-            conv_width=shapes.conv_width,
             order=scope.order,
             chunk=recurrent.choose_chunk(shapes.chunk_size),
         )

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
-from milepost.kernels.recurrent import RecurrentOperation
-from milepost.kernels.recurrent.table import MixerProjections, Weights
+from milepost.kernels.recurrent import MixerProjections, RecurrentOperation, Weights
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterModule, dummy_between
@@ -39,7 +37,7 @@ class RecurrentMixer(ParameterModule):
     def run(self, rows: Inputs, ctx: Context, number: int) -> Tensor:
         """Returns the output, or split-K partials [T, P, C] of it."""
         states, layout = ctx.layer_states(number), ctx.step.layouts[self.operation]
-        mixed = recurrent.mix(self._project(rows, ctx), self.weights, states, layout)
+        mixed = self.operation.mix(self._project(rows, ctx), self.weights, states, layout)
         return self.out(self._finish(mixed), epilogue=Epilogue.PARTIALS, order=ctx.order)
 
     def _project(self, rows: Inputs, ctx: Context) -> MixerProjections:

@@ -78,13 +78,13 @@ def list_kernels(
 
 def _mixer_cells(name: str, operation: RecurrentOperation, chip: Chip) -> Iterator[tuple[str, ...]]:
     """Yields rows of a table, for sequences that decode and tokens of a prefill."""
-    recurrence = operation.recurrence
+    sizes = operation.sizes
     for phase, table in TABLES.items():
 
         def make(num: int) -> MixerPart:
-            return MixerPart(recurrence=recurrence, num=num, chunk=operation.chunk)
+            return MixerPart(sizes=sizes, num=num, chunk=operation.chunk)
 
-        shape = "{} heads, {} x {}".format(recurrence.num_heads, *recurrence.state)
+        shape = f"{sizes.heads} heads, {sizes.shared} x {sizes.own}"
         for index, span in enumerate(spans(table, make, chip)):
             whose = ("", "") if index else (f"{name} {phase}", shape)
             yield *whose, span.tokens, span.kernel, span.order, span.refused

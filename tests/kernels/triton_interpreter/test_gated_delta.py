@@ -45,7 +45,7 @@ def test_decode_matches_reference(shapes: Shapes, spacing: int) -> None:
     projected, weights = make_projected(shapes, 7), make_weights(shapes)
     pools, ours = make_pools(shapes, 10), make_pools(shapes, 10, spacing=spacing)
     expected = expected_decode(shapes, projected[:5], weights, pools, batch)
-    output = fused_decode(projected, weights, ours, padded)
+    output = fused_decode(shapes, projected, weights, ours, padded)
     assert relative_error(output[:5], expected) < TOLERANCE
     assert (output[5:] == 0).all()
     assert_pools_match(ours, pools, TOLERANCE)
@@ -53,7 +53,7 @@ def test_decode_matches_reference(shapes: Shapes, spacing: int) -> None:
 
 def test_heads_may_be_gated_by_sigmoids() -> None:
     """As Qwen3.8-Flash-Next's may be."""
-    weights = replace(make_weights(SMALL), gates_by_sigmoid=True)
+    shapes, weights = replace(SMALL, gates_by_sigmoid=True), make_weights(SMALL)
     for batch, make, expect in (
         (DECODES, fused_decode, expected_decode),
         (BATCHES["in place"], fused_prefill, expected_prefill),
@@ -61,8 +61,8 @@ def test_heads_may_be_gated_by_sigmoids() -> None:
         projected = make_projected(SMALL, sum(batch.lengths) or 2)
         pools = make_pools(SMALL, 4)
         ours = pools.clone()
-        expected = expect(SMALL, projected, weights, pools, batch)
-        assert relative_error(make(projected, weights, ours, batch), expected) < TOLERANCE
+        expected = expect(shapes, projected, weights, pools, batch)
+        assert relative_error(make(shapes, projected, weights, ours, batch), expected) < TOLERANCE
         assert_pools_match(ours, pools, TOLERANCE)
 
 
@@ -73,7 +73,7 @@ def test_decode_half_inputs(dtype: torch.dtype) -> None:
     pools = make_pools(SMALL, 4, dtype, state_dtype=dtype)
     ours = pools.clone()
     expected = expected_decode(SMALL, projected, weights, pools, batch)
-    output = fused_decode(projected, weights, ours, batch)
+    output = fused_decode(SMALL, projected, weights, ours, batch)
     assert output.dtype == dtype
     assert relative_error(output, expected) < 1e-2
     assert_pools_match(ours, pools, 1e-2)
@@ -112,7 +112,7 @@ def test_prefill_matches_reference(name: str, shapes: Shapes, spacing: int) -> N
     projected, weights = make_projected(shapes, sum(batch.lengths)), make_weights(shapes)
     pools, ours = make_pools(shapes, 14), make_pools(shapes, 14, spacing=spacing)
     expected = expected_prefill(shapes, projected, weights, pools, batch)
-    output = fused_prefill(projected, weights, ours, batch)
+    output = fused_prefill(shapes, projected, weights, ours, batch)
     assert relative_error(output, expected) < TOLERANCE
     assert_pools_match(ours, pools, TOLERANCE)
 
@@ -125,11 +125,11 @@ def test_slots_may_lie_far_apart() -> None:
         pool[5] = pool[1]
     far = Pools(conv=spread(pools.conv), recurrent=spread(pools.recurrent))
     batch = Batch(starts=[100], lengths=[97], slot_in=[5], slot_out=[5], exports=[(0, 128, 4)])
-    expected = fused_prefill(projected, weights, pools, batch)
-    assert torch.equal(fused_prefill(projected, weights, far, batch), expected)
+    expected = fused_prefill(SMALL, projected, weights, pools, batch)
+    assert torch.equal(fused_prefill(SMALL, projected, weights, far, batch), expected)
     decodes = Batch(starts=[], lengths=[], slot_in=[4, 5], slot_out=[3, 5])
-    expected = fused_decode(projected[:2], weights, pools, decodes)
-    assert torch.equal(fused_decode(projected[:2], weights, far, decodes), expected)
+    expected = fused_decode(SMALL, projected[:2], weights, pools, decodes)
+    assert torch.equal(fused_decode(SMALL, projected[:2], weights, far, decodes), expected)
     assert_pools_equal(far, pools)
 
 
@@ -139,9 +139,9 @@ def test_prefill_padding_changes_nothing() -> None:
     projected = make_projected(FEW_HEADS, 120)
     projected[tokens:] = torch.nan
     exact, padded = make_pools(FEW_HEADS, 6), make_pools(FEW_HEADS, 6)
-    expected = fused_prefill(projected[:tokens], weights, exact, batch)
+    expected = fused_prefill(FEW_HEADS, projected[:tokens], weights, exact, batch)
     output = fused_prefill(
-        projected, weights, padded, batch, max_tokens=120, max_sequences=4, max_exports=3
+        FEW_HEADS, projected, weights, padded, batch, max_tokens=120, max_sequences=4, max_exports=3
     )
     assert torch.equal(output[:tokens], expected)
     assert (output[tokens:] == 0).all()
@@ -154,7 +154,7 @@ def test_prefill_half_inputs() -> None:
     weights, pools = make_weights(SMALL, torch.float16), make_pools(SMALL, 14, torch.float16)
     ours = pools.clone()
     expected = expected_prefill(SMALL, projected, weights, pools, batch)
-    output = fused_prefill(projected, weights, ours, batch)
+    output = fused_prefill(SMALL, projected, weights, ours, batch)
     assert output.dtype == torch.float16
     assert relative_error(output, expected) < 5e-3
     assert_pools_match(ours, pools, 5e-3)
@@ -176,12 +176,12 @@ def test_exports_equal_prefills_that_end_there_and_go_on_alike(
         exports=[(0, cut, slot) for cut, slot in slots.items()],
     )
     whole, parts = make_pools(FEW_HEADS, 10), make_pools(FEW_HEADS, 10)
-    expected = fused_prefill(projected, weights, whole, batch)
+    expected = fused_prefill(FEW_HEADS, projected, weights, whole, batch)
     outputs, slot_in = [], 1
     for begin, stop in pairwise((start, *cuts, end)):
         part = Batch(starts=[begin], lengths=[stop - begin], slot_in=[slot_in], slot_out=[3])
         rows = projected[begin - start : stop - start]
-        outputs.append(fused_prefill(rows, weights, parts, part))
+        outputs.append(fused_prefill(FEW_HEADS, rows, weights, parts, part))
         slot_in = 3
         if stop in slots:
             assert torch.equal(parts.recurrent[3], whole.recurrent[slots[stop]])
@@ -199,7 +199,7 @@ def test_nan_in_one_sequence_stays_there() -> None:
     )
     projected[40:] = torch.nan
     batch = Batch(starts=[0, 0], lengths=[40, 40], slot_in=[0, 0], slot_out=[3, 4])
-    output = fused_prefill(projected, weights, pools, batch)
+    output = fused_prefill(FEW_HEADS, projected, weights, pools, batch)
     assert output[:40].isfinite().all()
     assert output[40:].isnan().all()
     assert pools.recurrent[3].isfinite().all()

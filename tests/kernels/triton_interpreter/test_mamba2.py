@@ -31,7 +31,7 @@ FEW = Shapes(heads=2, head_dim=4, groups=2, state_size=6, taps=3)
 VARIANTS = {
     "plain": {},
     "no_bias": {"conv_bias": None, "dt_limit": (0.2, 0.6)},
-    "norm_before_gate": {"norm_before_gate": True},
+    "norm_before_gate": {},
     "no_norm": {"norm": None},
 }
 
@@ -48,6 +48,7 @@ def fused(shapes: Shapes, projected, weights, pools: Pools, batch: Batch, **capa
 def test_decode_matches_reference(shapes: Shapes, variant: str) -> None:
     # Slot 0 and slot 1 are read by several, slot 2 is moved on in place; two rows are padding.
     batch = Batch(starts=(), lengths=(), slot_in=(0, 1, 2, 1), slot_out=(4, 5, 2, 6))
+    shapes = replace(shapes, norm_before_gate=variant == "norm_before_gate")
     projected, weights = make_projected(shapes, 6), make_weights(shapes, **VARIANTS[variant])
     pools, ours = make_pools(shapes, 8), make_pools(shapes, 8)
     expected = run(shapes, projected[:4], weights, pools, batch)
@@ -84,6 +85,7 @@ BATCHES = {
     ids=["fresh", "one_group", "groups", "before_gate", "no_norm"],
 )
 def test_prefill_matches_reference(name: str, shapes: Shapes, variant: str) -> None:
+    shapes = replace(shapes, norm_before_gate=variant == "norm_before_gate")
     batch, weights = BATCHES[name], make_weights(shapes, **VARIANTS[variant])
     projected = make_projected(shapes, sum(batch.lengths))
     pools, ours = make_pools(shapes, 14), make_pools(shapes, 14)

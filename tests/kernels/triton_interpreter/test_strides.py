@@ -16,11 +16,20 @@ from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.portable import gemm
 from milepost.kernels.products.portable.tiles import SplitTiles
 from milepost.kernels.products.run import run_mixture
-from milepost.kernels.recurrent import KDAProjected, LayerStates, mix
+from milepost.kernels.recurrent import (
+    KDAProjected,
+    LayerStates,
+    MixerSizes,
+    RecurrentOperation,
+    RecurrentRule,
+)
 from tests.kernels.choices import multiplication
 
 ROWS, SLOTS = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
 STATES, CONV = torch.zeros(3, 2, 4, 4), torch.zeros(3, 8, 3)
+MIXER = RecurrentOperation(
+    sizes=MixerSizes(rule=RecurrentRule.GATED_DELTA, units=1, group=2, shared=4, own=4, taps=4)
+)
 CHOSEN = torch.zeros(2, 2, dtype=torch.int32)
 UP, DOWN = Raw(values=STATES[0]), Raw(values=STATES[0].mT)
 KV = PagedKV(STATES[None], SLOTS)
@@ -43,15 +52,15 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "gated_delta": (
         "projected",
-        lambda: mix(apart(ROWS), None, LayerStates(CONV, STATES, SLOTS, SLOTS), 0),
+        lambda: MIXER.mix(apart(ROWS), None, LayerStates(CONV, STATES, SLOTS, SLOTS), 0),
     ),
     "gated_delta's states": (
         "recurrent_pool",
-        lambda: mix(ROWS, None, LayerStates(CONV, STATES.mT, SLOTS, SLOTS), 0),
+        lambda: MIXER.mix(ROWS, None, LayerStates(CONV, STATES.mT, SLOTS, SLOTS), 0),
     ),
     "kda": (
         "gate",
-        lambda: mix(
+        lambda: MIXER.mix(
             KDAProjected(ROWS, ROWS, apart(ROWS)),
             None,
             LayerStates(CONV, STATES, SLOTS, SLOTS),
@@ -60,7 +69,7 @@ CALLS: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "mamba2": (
         "conv_pool",
-        lambda: mix(ROWS, None, LayerStates(CONV.mT, STATES, SLOTS, SLOTS), None),
+        lambda: MIXER.mix(ROWS, None, LayerStates(CONV.mT, STATES, SLOTS, SLOTS), None),
     ),
     "norm": ("delta", lambda: norm.add_norm(ROWS, apart(ROWS), ROWS[0], 1e-6)),
     "linear": (

@@ -3,12 +3,13 @@ to its output projection, over pools of states: short convolution, recurrence, g
 
 Callers import from here, whichever kernels run. The package can be imported without triton.
 
-table        small weights of a layer, what its projections hand over, and which kernel serves
-             decodes, verifies and prefills
+mixer        what a mixer is: its rule and sizes, a layer's small weights, and what its projections
+             hand over
+table        which kernel serves decodes, verifies and prefills
 fused        a step by the kernels that the table names
 structures   the arguments of the kernels, grouped
 portable     kernels in Triton, for any chip; what differs between the mixers in steps that decode
-             is a rule of five device functions, in `gated_delta` (KDA too) and `mamba2`
+             is a rule of four device functions, in `gated_delta` (KDA too) and `mamba2`
 hopper       kernels in Gluon
 reference    the definition, in plain torch, on any device
 
@@ -29,6 +30,15 @@ from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import check_rows, check_slots
 from milepost.kernels.recurrent import reference
+from milepost.kernels.recurrent.mixer import (
+    DeltaWeights,
+    KDAProjected,
+    Mamba2Weights,
+    MixerProjections,
+    MixerSizes,
+    RecurrentRule,
+    Weights,
+)
 from milepost.kernels.recurrent.reference import (
     MixerPieces,
     MixerRows,
@@ -36,34 +46,22 @@ from milepost.kernels.recurrent.reference import (
     lay_out_rows,
 )
 from milepost.kernels.recurrent.structures import LayerStates
-from milepost.kernels.recurrent.table import (
-    CHUNK,
-    DECODES,
-    TABLES,
-    GatedDeltaWeights,
-    KDAProjected,
-    KDAWeights,
-    Mamba2Weights,
-    MixerPart,
-    MixerProjections,
-    Recurrence,
-    Weights,
-    needs_arrivals,
-)
+from milepost.kernels.recurrent.table import CHUNK, DECODES, TABLES, MixerPart, needs_arrivals
 
 __all__ = [
     "CHUNK",
     "TABLES",
-    "GatedDeltaWeights",
+    "DeltaWeights",
     "KDAProjected",
-    "KDAWeights",
     "LayerStates",
     "Mamba2Weights",
     "MixerPart",
-    "Recurrence",
+    "MixerProjections",
+    "MixerSizes",
     "RecurrentOperation",
+    "RecurrentRule",
+    "Weights",
     "choose_chunk",
-    "mix",
     "needs_arrivals",
     "takes_drafts_fused",
 ]
@@ -130,11 +128,9 @@ def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentOperation:
-    """A token mixer with convolutions of `conv_width` taps, computed in chunks of `chunk`
-    tokens."""
+    """A token mixer, computed in chunks of `chunk` tokens."""
 
-    recurrence: Recurrence
-    conv_width: int
+    sizes: MixerSizes
     chunk: int = CHUNK
     order: SumOrder = SumOrder.FREE
     """If FIXED, a sequence's bits do not depend on the rest of the batch."""
@@ -147,13 +143,13 @@ class RecurrentOperation:
         pieces for the reference."""
         if batch.chip is None:
             define = lay_out_pieces if self.order.is_fixed else lay_out_rows
-            return define(batch, conv_width=self.conv_width, chunk=self.chunk)
+            return define(batch, conv_width=self.sizes.taps, chunk=self.chunk)
         if batch.capacity.num_drafts or self._steps_by_verifying(batch):
             return lay_out_verifies(batch, self.chunk)
         if batch.capacity.decodes:
             num = batch.capacity.num_sequences
-            has_groups = needs_arrivals(self.recurrence, num, batch.chip)
-            return lay_out_decodes(num, self.recurrence.num_units if has_groups else 0)
+            has_groups = needs_arrivals(self.sizes, num, batch.chip)
+            return lay_out_decodes(num, self.sizes.units if has_groups else 0)
         return chunks.lay_out_step(batch, self.chunk)
 
     def _steps_by_verifying(self, batch: Batch) -> bool:
@@ -163,7 +159,7 @@ class RecurrentOperation:
         if not self.order.is_fixed or not batch.capacity.decodes:
             return self.order.is_fixed
         assert batch.chip is not None, "the reference has rows"
-        part = MixerPart(recurrence=self.recurrence, num=1)
+        part = MixerPart(sizes=self.sizes, num=1)
         choice = DECODES.choose(part, batch.chip)
         return choice is None or not choice.kernel.is_hopper
 
@@ -171,43 +167,44 @@ class RecurrentOperation:
         """Why the reference runs on the chip; empty if the fused kernels do, as they do on every
         chip that Triton supports. KDA heads whose rows are not whole cache lines left wrong states
         in bfloat16 (H200, triton 3.6)."""
-        head_dim = self.recurrence.shared
-        if self.recurrence.rule is KDAWeights and head_dim % _LINE:
+        head_dim = self.sizes.shared
+        if self.sizes.rule == RecurrentRule.KDA and head_dim % _LINE:
             return f"the fused ones have heads of multiples of {_LINE}, not {head_dim}"
         return ""
 
+    def mix(
+        self,
+        projected: MixerProjections,
+        weights: Weights,
+        states: LayerStates,
+        layout: MixerLayout,
+    ) -> Tensor:
+        """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's
+        output [T, heads * W] and writes both pools, including the states of exports.
 
-def mix(
-    projected: MixerProjections,
-    weights: Weights,
-    states: LayerStates,
-    layout: MixerLayout,
-) -> Tensor:
-    """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's output
-    [T, heads * W] and writes both pools, including the states of exports.
+        Rows of `projected` and slots of a pool may lie apart; everything else is contiguous.
 
-    Rows of `projected` and slots of a pool may lie apart; everything else is contiguous.
+        Records [rows, drafts, ...] hold a draft's row of the projections without the gates, for
+        each draft of a sequence's previous step; this step's drafts replace them. A state is
+        written as of the sequence's first token, never as of a draft.
 
-    Records [rows, drafts, ...] hold a draft's row of the projections without the gates, for each
-    draft of a sequence's previous step; this step's drafts replace them. A state is written as of
-    the sequence's first token, never as of a draft.
+        A slot that is written is read by no other sequence of the batch; several sequences may read
+        one slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs
+        are zeros, or undefined in steps that verify.
+        """
+        if isinstance(layout, MixerRows | MixerPieces):
+            return reference.mix(self.sizes, projected, weights, states, layout)
+        rows = projected
+        if isinstance(projected, KDAProjected):
+            rows = projected.rows
+            check_rows(decay_inputs=projected.decays, gate=projected.gate)
+        assert isinstance(rows, Tensor)
+        check_rows(projected=rows, slot_in=states.slot_in, slot_out=states.slot_out)
+        check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
+        from milepost.kernels.recurrent import fused
 
-    A slot that is written is read by no other sequence of the batch; several sequences may read one
-    slot, and slot_out may equal slot_in. A negative slot_out marks padding, whose outputs are
-    zeros, or undefined in steps that verify.
-    """
-    if isinstance(layout, MixerRows | MixerPieces):
-        return reference.mix(projected, weights, states, layout)
-    rows = projected
-    if isinstance(projected, KDAProjected):
-        rows = projected.rows
-        check_rows(decay_inputs=projected.decays, gate=projected.gate)
-    assert isinstance(rows, Tensor)
-    check_rows(projected=rows, slot_in=states.slot_in, slot_out=states.slot_out)
-    check_slots(conv_pool=states.conv, recurrent_pool=states.recurrent)
-    from milepost.kernels.recurrent import fused
-
-    return fused.mix(projected, weights, states, layout)
+        mixer = fused.describe(projected, weights, self.sizes, self.order)
+        return fused.mix(mixer, states, layout)
 
 
 def lay_out_verifies(batch: Batch, chunk: int) -> VerifyLayout:

@@ -18,15 +18,16 @@ an export equal, bit for bit, the state that a prefill ending there leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from milepost.kernels.layout.chunks import ChunkLayout
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.tables import Kernel, KernelTable
+from milepost.kernels.platform.tables import Kernel, KernelTable, SumOrder
 from milepost.kernels.recurrent import DecodeLayout, VerifyLayout
+from milepost.kernels.recurrent.mixer import MixerProjections, MixerSizes, RecurrentRule, Weights
 from milepost.kernels.recurrent.portable import gated_delta, mamba2
 from milepost.kernels.recurrent.portable.conv import convolve_heads
 from milepost.kernels.recurrent.portable.delta import wy_fwd
@@ -43,25 +44,24 @@ from milepost.kernels.recurrent.table import (
     OUTPUTS,
     STATES,
     VERIFIES,
-    GatedDeltaWeights,
-    KDAWeights,
-    Mamba2Weights,
     MixerPart,
-    MixerProjections,
-    Recurrence,
-    Weights,
     is_reached,
 )
 
 
+def describe(
+    projected: MixerProjections, weights: Weights, sizes: MixerSizes, order: SumOrder
+) -> Mixer:
+    """Describes a layer's mixer for the kernels."""
+    rule: Any = mamba2 if sizes.rule == RecurrentRule.MAMBA2 else gated_delta
+    inputs = rule.inputs_of(projected, sizes)
+    return Mixer(inputs=inputs, weights=weights, sizes=sizes, rule=rule.RULE, order=order)
+
+
 def mix(
-    projected: MixerProjections,
-    weights: Weights,
-    states: LayerStates,
-    layout: ChunkLayout | DecodeLayout | VerifyLayout,
+    mixer: Mixer, states: LayerStates, layout: ChunkLayout | DecodeLayout | VerifyLayout
 ) -> Tensor:
-    """See `recurrent.mix`."""
-    mixer = describe(projected, weights, states.recurrent)
+    """See `RecurrentOperation.mix`."""
     if isinstance(layout, DecodeLayout):
         return _decode(mixer, states, layout.arrivals)
     if isinstance(layout, ChunkLayout):
@@ -80,18 +80,6 @@ def mix(
     return output
 
 
-_RULES: dict[type[Weights], Callable[..., Mixer]] = {
-    GatedDeltaWeights: gated_delta.describe_gated_delta,
-    KDAWeights: gated_delta.describe_kda,
-    Mamba2Weights: mamba2.describe,
-}
-
-
-def describe(projected: MixerProjections, weights: Weights, recurrent_pool: Tensor) -> Mixer:
-    """Describes a layer's mixer for the kernels."""
-    return _RULES[type(weights)](projected, weights, recurrent_pool)
-
-
 def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None) -> Tensor:
     num_sequences = len(states.slot_out)
     output: Tensor = mixer.inputs.mixed.base.new_empty(num_sequences, mixer.sizes.width)
@@ -101,7 +89,7 @@ def _decode(mixer: Mixer, states: LayerStates, arrivals: Tensor | None) -> Tenso
 
 
 def _prefill(mixer: Mixer, states: LayerStates, layout: ChunkLayout) -> Tensor:
-    if mixer.rule_of is Mamba2Weights:
+    if mixer.sizes.rule == RecurrentRule.MAMBA2:
         return mamba2.prefill(mixer, states, layout)
     num_tokens, chunks = len(mixer.inputs.mixed.base), states.chunks(layout)
     tensors = _prepare(mixer, states, layout, chunks)
@@ -146,17 +134,9 @@ def _open(mixer: Mixer, layout: ChunkLayout) -> ChunkTensors:
 def _choose(
     table: KernelTable[MixerPart], mixer: Mixer, num: int, states: LayerStates, chunk: int = 64
 ) -> Kernel[MixerPart]:
-    sizes, like = mixer.sizes, mixer.inputs.mixed.base
-    recurrence = Recurrence(
-        rule=mixer.rule_of,
-        num_units=sizes.units,
-        num_heads=sizes.heads,
-        shared=sizes.shared,
-        own=sizes.own,
-        gates_by_sigmoid=mixer.gates_by_sigmoid,
-    )
+    like = mixer.inputs.mixed.base
     part = MixerPart(
-        recurrence=recurrence,
+        sizes=mixer.sizes,
         num=num,
         element_bytes=like.element_size(),
         chunk=chunk,

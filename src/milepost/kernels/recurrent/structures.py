@@ -10,16 +10,13 @@ that a state is read along, W entries of a head's output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from milepost.kernels.layout.chunks import ChunkLayout
 from milepost.kernels.platform.tables import SumOrder
-from milepost.kernels.platform.tensors import next_power_of_2
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from milepost.kernels.layout.chunks import ChunkLayout
-    from milepost.kernels.recurrent.table import Weights
+from milepost.kernels.recurrent.mixer import MixerSizes, Weights
 
 
 class ProjectedRows(NamedTuple):
@@ -137,91 +134,31 @@ class ChunkTensors(NamedTuple):
     makes them."""
 
 
-class MixerSizes(NamedTuple):
-    """The shape of a mixer; a constant on the device. Properties must depend on fields alone, since
-    Triton's cache knows only those.
-
-    A *unit* is a group of heads that share a key and a query (or B and C) and finish together: a
-    key head with its value heads, a KDA head, a Mamba2 group.
-    """
-
-    units: int
-    group: int
-    """Heads of a unit."""
-    shared: int
-    """K: entries of the shared vectors."""
-    own: int
-    """W: entries of a head's value and output."""
-    shared_tile: int
-    own_tile: int
-    """Tiles of K and W in prefill kernels: see `tile_of`."""
-    shared_stride: int
-    own_stride: int
-    """Strides of a head's state."""
-    first_read: int
-    first_write: int
-    first_own: int
-    """First channel of queries (C), of keys (B), and of values (x)."""
-    channels: int
-    strengths: int
-    decays: int
-    """Columns of `MixerInputs`."""
-    norms_heads: bool
-    """Whether heads are normed one by one and queries and keys are unit vectors (the delta rule);
-    else the heads of a unit are normed together."""
-    taps: int
-    max_beta: float = 1.0
-    """Factor of the delta rule's betas."""
-    least_decay: float = 0.0
-    """Lower bound of KDA's log decays, 0 for none."""
-    gates_first: bool = False
-    """Whether heads are gated before they are normed."""
-
-    @property
-    def heads(self) -> int:
-        return self.units * self.group
-
-    @property
-    def width(self) -> int:  # of a token's output
-        return self.heads * self.own
-
-    @property
-    def by_channel(self) -> bool:
-        """Whether each channel of a key decays by itself (KDA)."""
-        return self.decays > self.heads
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixer:
-    """A layer's mixer in a step: its inputs, small weights and sizes, and its rule."""
+    """A layer's mixer in a step: its inputs, small weights and sizes, and its rule's functions."""
 
     inputs: MixerInputs
-    weights: Any
-    """A named tuple of tensors and numbers, as the rule's functions read it."""
+    weights: Weights
     sizes: MixerSizes
-    rule: MixerRule
-    rule_of: type[Weights]
-    order: SumOrder = SumOrder.FREE
-    gates_by_sigmoid: bool = False
-    """See `Recurrence`."""
+    rule: RuleFunctions
+    order: SumOrder
 
 
-class MixerRule(NamedTuple):
-    """A mixer's own arithmetic, as device functions that kernels take as constants.
+class RuleFunctions(NamedTuple):
+    """Device functions with a rule's arithmetic. Each one is a constant of the kernels.
 
     `open_head(weights, head, o_shared, o_own, SIZES, HEADS)` loads a head's small weights.
     `strengths(streams, place, head, weights, SIZES, VERIFIES)` returns the strength with which a
     token is written and the decay applied before it. `advance(b_state, vectors, b_strength,
     b_decay)` returns the state after the token, rows and columns as in memory. `read(b_state,
-    vectors, head)` returns what the token reads of that state [W]. `finish(y, weight, gate, eps,
-    WIDTH)` norms and gates rows.
+    vectors, head)` returns what the token reads of that state [W].
     """
 
     open_head: Any
     strengths: Any
     advance: Any
     read: Any
-    finish: Any
 
 
 class DecodingSteps(NamedTuple):
@@ -276,12 +213,6 @@ class LayerStates(NamedTuple):
         where = layout.sequence_begin, layout.tile_sequence, layout.tile_begin
         exports = layout.tile_export, layout.export_end, layout.export_slot
         return PrefillTiles(*where, *exports, self.slot_in, self.slot_out)
-
-
-def tile_of(size: int) -> int:
-    """Returns the tile of a size, at least 64: for narrower 16-bit tiles, triton 3.6 reads beyond
-    shared memory in `wy_fwd`."""
-    return max(64, next_power_of_2(size))
 
 
 def slot_states(pool: Tensor) -> SlotStates:

@@ -28,10 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.gluon import load_box, store_box, thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.structures import (
     ChunkTensors,
     Mixer,
-    MixerSizes,
     PrefillChunks,
     SlotStates,
 )

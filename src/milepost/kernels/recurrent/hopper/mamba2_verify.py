@@ -39,8 +39,9 @@ from milepost.kernels.recurrent.hopper.stream import (
     open_stream,
     row_of,
 )
+from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.portable.step import finish
-from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, StepOutput
 
 _HEAD_DIM, _STATE_SIZE = 64, 128
 _NUM_WARPS = 4
@@ -258,7 +259,7 @@ def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
     b_in = own.step
     for place in range(stream.num_places):
         new, is_new = place - stream.num_folded, place >= stream.num_folded
-        step = _time_step(b_in, own.dt_bias, weights.dt_low, weights.dt_high)
+        step = _time_step(b_in, own.dt_bias, weights.dt_limit)
         b_in = gl.load(row_of(stream, gl.minimum(place + 1, stream.num_places - 1)) + at.steps)
         x = tokens.x.index(place).load(gl.SliceLayout(1, _STATE))
         b = tokens.vectors.index(place).load(gl.SliceLayout(0, _STATE))[None, :]
@@ -282,8 +283,9 @@ def _read_columns(state, x):
 
 
 @gluon.jit
-def _time_step(inputs, bias, dt_low, dt_high):
+def _time_step(inputs, bias, limit):
     """Returns a head's time step, between its limits."""
+    low, high = limit
     step = softplus(inputs.to(gl.float32) + bias)
-    step = gl.where(step < dt_low, dt_low, step)
-    return gl.where(step > dt_high, dt_high, step)
+    step = gl.where(step < low, low, step)
+    return gl.where(step > high, high, step)

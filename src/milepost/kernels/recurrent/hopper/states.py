@@ -21,7 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.gluon import load_box, thread_barrier
 from milepost.kernels.platform.numerics import LOG2_E
-from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes
+from milepost.kernels.recurrent.mixer import MixerSizes
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 
 STATE_SIZE = 128
 """Channels of a key and of a value of Gated DeltaNet and KDA, each a thread's."""
@@ -262,7 +263,7 @@ def sigmoid(x):
 
 @gluon.jit
 def decays_of(x, rate, LEAST: gl.constexpr):
-    """Returns the decays of a token: see `KDAWeights.least_decay`."""
+    """Returns the decays of a token: see `MixerSizes.least_decay`."""
     if LEAST != 0:
         return gl.exp(LEAST * sigmoid(-rate * x))
     else:

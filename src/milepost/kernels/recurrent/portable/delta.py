@@ -21,8 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import sigmoid, softplus
-from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, MixerSizes, PrefillChunks
+from milepost.kernels.platform.numerics import sigmoid
+from milepost.kernels.recurrent.mixer import MixerSizes
+from milepost.kernels.recurrent.portable.gated_delta import log_decays
+from milepost.kernels.recurrent.portable.gated_norm import gated_norm
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks
 
 
 def chunk_fwd_o(
@@ -31,9 +34,9 @@ def chunk_fwd_o(
     """Writes `output` [T, V * W] after the gated norm."""
     sizes = mixer.sizes
     operands = len(output), mixer.inputs.gate, mixer.weights, chunks, tensors, output
-    constants = {"SIZES": sizes, "FINISH": mixer.rule.finish, "C": chunk}
     options = {"num_warps": delta_warps(sizes, output), **OVERLAPPED}
-    _chunk_fwd_o_kernel[sizes.heads, len(chunks.size)](*operands, **constants, **options)
+    grid = sizes.heads, len(chunks.size)
+    _chunk_fwd_o_kernel[grid](*operands, SIZES=sizes, C=chunk, **options)
 
 
 def delta_warps(sizes: MixerSizes, like: Tensor) -> int:
@@ -58,15 +61,7 @@ class ChunkHead(NamedTuple):
 @quick
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["chunks"])
 def _chunk_fwd_o_kernel(
-    num_tokens,
-    gate,
-    weights,
-    chunks,
-    tensors,
-    output,
-    SIZES: tl.constexpr,
-    FINISH: tl.constexpr,
-    C: tl.constexpr,
+    num_tokens, gate, weights, chunks, tensors, output, SIZES: tl.constexpr, C: tl.constexpr
 ):
     """Computes a value head's outputs [T, V * W] of a chunk, with the gated norm; those of no
     sequence are zeros."""
@@ -90,7 +85,7 @@ def _chunk_fwd_o_kernel(
     b_weight = tl.load(weights.norm + o_v, is_v, 0)[None, :]
     p_gate = gate.base + begin * gate.stride + i_hv * VALUE_DIM
     b_gate = tl.load(p_gate + o_t[:, None] * gate.stride + o_v[None, :], in_v, 0)
-    b_o = FINISH(b_o, b_weight, b_gate, weights.norm_eps, VALUE_DIM)
+    b_o = gated_norm(b_o, b_weight, b_gate, weights.norm_eps, VALUE_DIM, SIZES)
     tl.store(p_o, b_o.to(output.dtype.element_ty), in_v)
 
 
@@ -183,7 +178,7 @@ def _wy_fwd_kernel(
     rate, bias = tl.load(weights.decay_rate + i_hv), tl.load(weights.decay_bias + i_hv)
     p_decay = decays.base + begin * decays.stride + i_hv + o_t * decays.stride
     b_in = tl.load(p_decay, in_chunk, 0).to(tl.float32)
-    b_g = tl.cumsum(tl.where(in_chunk, rate * softplus(b_in + bias), 0))
+    b_g = tl.cumsum(tl.where(in_chunk, log_decays(b_in + bias, rate, SIZES.least_decay), 0))
     v_begin = i_hv * tokens + begin
     tl.store(tensors.decay + v_begin + o_t, b_g, in_chunk)
 

@@ -21,9 +21,10 @@ import triton.language as tl
 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import LOG2_E, sigmoid
+from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.portable.delta import invert, split, splits
 from milepost.kernels.recurrent.portable.gated_delta import log_decays
-from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, MixerSizes, PrefillChunks
+from milepost.kernels.recurrent.structures import ChunkTensors, Mixer, PrefillChunks
 
 _CHANNELS = tl.constexpr(64)
 """Channels of a head per iteration; all at once do not fit the registers."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.numerics import LOG2_E, softplus
+from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.portable.chunk_h import export_state, load_state, store_state
-from milepost.kernels.recurrent.structures import Mixer, MixerSizes, PrefillChunks, SlotStates
+from milepost.kernels.recurrent.structures import Mixer, PrefillChunks, SlotStates
 
 _HEADS = 8
 """Heads of a program that computes time steps."""
@@ -123,7 +124,7 @@ def _discretise_kernel(
     is_real = (tl.arange(0, C) < size)[:, None] & is_head[None, :]
     b_in = tl.load(inputs.base + token[:, None] * inputs.stride + head[None, :], is_real, 0)
     bias = tl.load(weights.dt_bias + head, is_head, 0)[None, :]
-    b_steps = tl.where(is_real, time_step(b_in, bias, weights.dt_low, weights.dt_high), 0)
+    b_steps = tl.where(is_real, time_step(b_in, bias, weights.dt_limit), 0)
     b_rate = tl.load(weights.rate + head, is_head, 0) * LOG2_E
     b_sums = tl.cumsum(b_steps * b_rate[None, :], 0)
     at = head.to(tl.int64)[None, :] * num_tokens + token[:, None]
@@ -136,8 +137,9 @@ def _discretise_kernel(
 
 
 @triton.jit
-def time_step(inputs, bias, low, high):
-    """Returns softplus(inputs + bias) within bounds, float32; NaN stays NaN."""
+def time_step(inputs, bias, limit):
+    """Returns softplus(inputs + bias) within `limit`, float32; NaN stays NaN."""
+    low, high = limit
     wide = tl.maximum(
         softplus(inputs.to(tl.float32) + bias), low, propagate_nan=tl.PropagateNan.ALL
     )

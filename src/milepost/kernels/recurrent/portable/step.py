@@ -23,12 +23,13 @@ from torch import Tensor
 
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED
+from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.portable.step_kernels import (
     convolve_kernel,
     finish_kernel,
     update_kernel,
 )
-from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, MixerSizes, StepOutput
+from milepost.kernels.recurrent.structures import DecodingSteps, Mixer, StepOutput
 
 _COLUMNS = 512
 """Columns per program that the last launch writes for the next step."""
@@ -47,7 +48,7 @@ def run(
     `arrivals` [S, U] int32 are zeros before and after. Steps without drafts need them for units
     that are normed together.
     """
-    sizes, rule, num_sequences = mixer.sizes, mixer.rule, len(steps.sequences.slot_out)
+    sizes, num_sequences = mixer.sizes, len(steps.sequences.slot_out)
     read = None if sizes.norms_heads else torch.empty_like(output, dtype=torch.float32)
     target = StepOutput(read, output)
     mixed = output.new_empty(num_sequences, steps.num_places, sizes.channels, dtype=torch.float32)
@@ -57,11 +58,10 @@ def run(
     )
     num_cut = 1 if mixer.order.is_fixed else num_sequences
     heads, num_warps = _cut(sizes, num_cut, output.device)
-    functions = {"OPEN_HEAD": rule.open_head, "STRENGTHS": rule.strengths, "FINISH": rule.finish}
-    functions |= {"ADVANCE": rule.advance, "READ": rule.read}
-    options = {"HEADS": heads, "num_warps": num_warps, **OVERLAPPED}
+    functions = {name.upper(): function for name, function in mixer.rule._asdict().items()}
+    options = {"HEADS": heads, "num_warps": num_warps, **functions, **OVERLAPPED}
     grid = sizes.heads // heads, num_sequences
-    update_kernel[grid](*operands, arrivals, target, SIZES=sizes, **functions, **options)
+    update_kernel[grid](*operands, arrivals, target, SIZES=sizes, **options)
     if steps.records is not None and not sizes.norms_heads:
         finish(mixer, steps, target, moves=False)
 
@@ -70,11 +70,11 @@ def finish(mixer: Mixer, steps: DecodingSteps, output: StepOutput, *, moves: boo
     """Norms and gates what new tokens have read, unit by unit. With `moves` it also advances the
     convolution states and records the drafts, if the kernel before left that to do."""
     sizes, most = mixer.sizes, steps.num_drafts + 1
-    num_blocks = triton.cdiv(max(sizes.channels, sizes.strengths), _COLUMNS) if moves else 0
+    num_blocks = triton.cdiv(max(sizes.channels, sizes.heads), _COLUMNS) if moves else 0
     grid = sizes.units * most + num_blocks, len(steps.sequences.slot_out)
-    constants = {"SIZES": sizes, "FINISH": mixer.rule.finish, "MOST": most, "COLUMNS": _COLUMNS}
     operands = mixer.inputs, mixer.weights, steps, output
-    finish_kernel[grid](*operands, **constants, num_warps=4, **OVERLAPPED)
+    options = {"MOST": most, "COLUMNS": _COLUMNS, "num_warps": 4, **OVERLAPPED}
+    finish_kernel[grid](*operands, SIZES=sizes, **options)
 
 
 def _cut(sizes: MixerSizes, num_sequences: int, device: torch.device) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from milepost.kernels.platform.launches import launch_dependents, wait_for_inputs
+from milepost.kernels.recurrent.portable.gated_norm import gated_norm
 from milepost.kernels.recurrent.portable.stream import (
     TokenRows,
     convolve,
@@ -111,7 +112,6 @@ def update_kernel(
     STRENGTHS: tl.constexpr,
     ADVANCE: tl.constexpr,
     READ: tl.constexpr,
-    FINISH: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Advances the states of HEADS heads of a sequence and reads them for new tokens."""
@@ -165,7 +165,7 @@ def update_kernel(
             b_y = READ(b_state, vectors, head)
             at = token * WIDTH + o_output
             if SIZES.norms_heads:
-                _finish_heads(b_y, b_norm, b_gate, weights, output, at, is_own, SIZES, FINISH)
+                _finish_heads(b_y, b_norm, b_gate, weights, output, at, is_own, SIZES)
             else:
                 tl.store(output.read + at, b_y, is_own)
         b_kept = b_state.to(states.base.dtype.element_ty)
@@ -185,24 +185,24 @@ def update_kernel(
     if VERIFIES:
         # All threads have read the records before any overwrites them.
         tl.debug_barrier()
-        _record(streams.strengths, i_head, num_new, HEADS, SIZES.strengths // SIZES.heads)
+        _record(streams.strengths, i_head, num_new, HEADS, 1)
         if SIZES.decays > 0:
             _record(streams.decays, i_head, num_new, HEADS, SIZES.decays // SIZES.heads)
     elif not SIZES.norms_heads:
         p_arrivals = arrivals + i_sequence * SIZES.units + i_unit
         if _is_last(p_arrivals, SIZES.group // HEADS):
-            _finish_unit(inputs.gate, output, weights, i_sequence, i_unit, SIZES, FINISH)
+            _finish_unit(inputs.gate, output, weights, i_sequence, i_unit, SIZES)
 
 
 @triton.jit
 def _find_states(i_head, o_s, o_own, is_s, is_own, SIZES: tl.constexpr):
     """Returns offsets of some heads' states in a slot, ordered as in memory, and their mask."""
-    if SIZES.shared_stride == 1:
-        o_state = o_own[:, None] * SIZES.own_stride + o_s[None, :]
-        in_state = is_own[:, None] & is_s[None, :]
-    else:
-        o_state = o_s[:, None] * SIZES.shared_stride + o_own[None, :]
+    if SIZES.norms_heads:
+        o_state = o_s[:, None] * SIZES.own + o_own[None, :]
         in_state = is_s[:, None] & is_own[None, :]
+    else:
+        o_state = o_own[:, None] * SIZES.shared + o_s[None, :]
+        in_state = is_own[:, None] & is_s[None, :]
     return o_state + i_head * (SIZES.shared * SIZES.own), in_state
 
 
@@ -218,11 +218,11 @@ def _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES: tl.conste
 
 
 @triton.jit
-def _finish_heads(
-    b_y, b_norm, b_gate, weights, output, at, is_own, SIZES: tl.constexpr, FINISH: tl.constexpr
-):
+def _finish_heads(b_y, b_norm, b_gate, weights, output, at, is_own, SIZES: tl.constexpr):
     """Norms, gates and stores a token's output of heads that are normed one by one."""
-    b_y = FINISH(b_y[None, :], b_norm[None, :], b_gate[None, :], weights.norm_eps, SIZES.own)
+    b_y = gated_norm(
+        b_y[None, :], b_norm[None, :], b_gate[None, :], weights.norm_eps, SIZES.own, SIZES
+    )
     tl.store(output.base + at[None, :], b_y.to(output.base.dtype.element_ty), is_own[None, :])
 
 
@@ -244,7 +244,7 @@ def _record(stream, i_head, num_new, HEADS: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINISH: tl.constexpr):
+def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr):
     """Norms, gates and stores a token's output of all heads of a unit."""
     WIDTH: tl.constexpr = SIZES.group * SIZES.own
     column = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
@@ -255,7 +255,7 @@ def _finish_unit(gate, output, weights, token, i_unit, SIZES: tl.constexpr, FINI
     b_gate = tl.load(gate.base + token * gate.stride + at, is_real, 0)
     p_token = token * (SIZES.units * WIDTH) + at
     b_y = tl.load(output.read + p_token, is_real, 0)
-    b_y = FINISH(b_y, b_weight, b_gate, weights.norm_eps, WIDTH)
+    b_y = gated_norm(b_y, b_weight, b_gate, weights.norm_eps, WIDTH, SIZES)
     tl.store(output.base + p_token, b_y.to(output.base.dtype.element_ty), is_real)
 
 
@@ -266,7 +266,6 @@ def finish_kernel(
     steps,
     output,
     SIZES: tl.constexpr,
-    FINISH: tl.constexpr,
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -285,7 +284,7 @@ def finish_kernel(
         return
     if i_part < SIZES.units * MOST:
         if i_part % MOST < num_new:
-            _finish_unit(inputs.gate, output, weights, token, i_part // MOST, SIZES, FINISH)
+            _finish_unit(inputs.gate, output, weights, token, i_part // MOST, SIZES)
         return
     column = (i_part - SIZES.units * MOST) * COLUMNS + tl.arange(0, COLUMNS)
     last = mixed.num_folded + tl.minimum(num_new, 1) - 1
@@ -296,4 +295,4 @@ def finish_kernel(
     tl.debug_barrier()
     keep_window(conv.base + written * conv.stride, window, column, is_channel, SIZES.taps)
     record_drafts(mixed, column, is_channel, num_new)
-    record_drafts(strengths, column, column < SIZES.strengths, num_new)
+    record_drafts(strengths, column, column < SIZES.heads, num_new)

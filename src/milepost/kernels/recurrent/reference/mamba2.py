@@ -31,16 +31,20 @@ from milepost.kernels.platform.tensors import (
     rows_apart,
     write_slots,
 )
+from milepost.kernels.recurrent.mixer import Mamba2Weights, MixerSizes
 from milepost.kernels.recurrent.reference.rows import MixerRows, Steps, carry_states, run
 from milepost.kernels.recurrent.structures import LayerStates
-from milepost.kernels.recurrent.table import Mamba2Weights
 
 
-def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: MixerRows) -> Tensor:
-    """See `recurrent.mix`."""
-    channels = len(weights.conv)
-    _, heads, head_dim, state_size = states.recurrent.shape
-    gate, *inputs = projected.split((heads * head_dim, channels, heads), -1)
+def mix(
+    sizes: MixerSizes,
+    projected: Tensor,
+    weights: Mamba2Weights,
+    states: LayerStates,
+    rows: MixerRows,
+) -> Tensor:
+    """See `RecurrentOperation.mix`."""
+    gate, *inputs = projected.split((sizes.width, sizes.channels, sizes.heads), -1)
     small = weights.rate, weights.skip
     steps = Steps(
         prepare=partial(_prepare, weights),
@@ -50,8 +54,7 @@ def mix(projected: Tensor, weights: Mamba2Weights, states: LayerStates, rows: Mi
         prefill=partial(prefill, small=small),
     )
     output = run(steps, inputs, states, rows)
-    groups = (channels - heads * head_dim) // (2 * state_size)
-    return cast(gated_norm(output.flatten(1), gate, weights, groups), projected.dtype)
+    return cast(gated_norm(sizes, output.flatten(1), gate, weights), projected.dtype)
 
 
 def _prepare(weights: Mamba2Weights, mixed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,18 +72,18 @@ def _split(inputs: Tensor, recurrent_pool: Tensor) -> tuple[Tensor, Tensor]:
     return x.unflatten(-1, (heads, head_dim)), b_c.unflatten(-1, (2, -1, state_size))
 
 
-def gated_norm(hidden: Tensor, gate: Tensor, weights: Mamba2Weights, groups: int) -> Tensor:
+def gated_norm(sizes: MixerSizes, hidden: Tensor, gate: Tensor, weights: Mamba2Weights) -> Tensor:
     """Multiplies `hidden` [T, H * P] by SiLU of `gate`, and norms it group by group after that or
     before it."""
     gate = F.silu(cast(gate, hidden.dtype))
     if weights.norm is None:
         return hidden * gate
-    if not weights.norm_before_gate:
+    if sizes.gates_first:
         hidden = hidden * gate
-    grouped = hidden.unflatten(-1, (groups, -1))
+    grouped = hidden.unflatten(-1, (sizes.units, -1))
     normed = F.rms_norm(grouped, grouped.shape[-1:], eps=weights.norm_eps).flatten(1)
     normed = normed.mul_(weights.norm)
-    return normed.mul_(gate) if weights.norm_before_gate else normed
+    return normed if sizes.gates_first else normed.mul_(gate)
 
 
 def decode(
