@@ -1,5 +1,5 @@
-"""Causal depthwise short convolution over pools of states, with SiLU or without: `prefill` and
-`decode` in plain torch, the definition, on any device.
+"""Causal depthwise short convolution over pools of states, in plain torch: the definition, on any
+device. `prefill` and `decode` end with SiLU; `convolve` leaves it out.
 
     out_t = silu(bias + sum_j weight[:, j] * x_{t - (J - 1) + j})        j = 0 .. J - 1
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from milepost.kernels.platform.tensors import accumulation_dtype, cast, rows_apart, write_slots
 
-__all__ = ["ConvLayout", "decode", "lay_out_windows", "prefill"]
+__all__ = ["ConvLayout", "convolve", "decode", "extend", "lay_out_windows", "prefill"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,6 @@ def decode(
     pool: Tensor,
     slot_in: Tensor,
     slot_out: Tensor,
-    *,
-    has_silu: bool = True,
 ) -> Tensor:
     """Advances D sequences by one token each; returns [D, C] in `inputs`' type and writes `pool`.
 
@@ -93,7 +91,7 @@ def decode(
         output.addcmul_(before[:, :, index], tap)
     if bias is not None:
         output += bias
-    return cast(F.silu(output, inplace=True) if has_silu else output, inputs.dtype)
+    return cast(F.silu(output, inplace=True), inputs.dtype)
 
 
 def _shifted(before: Tensor, inputs: Tensor) -> Tensor:
@@ -115,30 +113,37 @@ def prefill(
     slot_in: Tensor,
     slot_out: Tensor,
     layout: ConvLayout,
-    *,
-    has_silu: bool = True,
 ) -> Tensor:
     """Advances S sequences by all their tokens; returns [T, C] in `inputs`' type and writes `pool`.
 
     Arguments as for `decode`, with T tokens in place of D, `slot_in` and `slot_out` [S]. States
     that `layout` names as exports are written too.
     """
-    conv_width = weight.shape[1]
-    num_rows = layout.windows.numel() + layout.before.numel()
-    extended = inputs.new_empty(num_rows, inputs.shape[1])
-    extended[layout.before] = pool.index_select(0, slot_in).transpose(1, 2).to(inputs.dtype)
-    extended.index_copy_(0, layout.windows + (conv_width - 1), inputs)
+    extended = extend(inputs, pool.index_select(0, slot_in).transpose(1, 2), layout)
     targets = torch.cat((slot_out, layout.export_slots))
     write_slots(pool, targets, extended[layout.kept].transpose(1, 2))
+    output = convolve(extended, weight, bias, layout)
+    return cast(F.silu(output, inplace=True), inputs.dtype)
 
-    dtype = accumulation_dtype(inputs.dtype)
-    extended, taps = extended.to(dtype), weight.to(dtype).unbind(1)
-    num_windows = num_rows - conv_width + 1
-    output = extended[:num_windows] * taps[0]
+
+def extend(inputs: Tensor, before: Tensor, layout: ConvLayout) -> Tensor:
+    """Returns the extended input: states `before` [S, J - 1, C], each followed by its sequence's
+    tokens of `inputs` [T, C]."""
+    num_taps = before.shape[1]
+    extended = inputs.new_empty(len(inputs) + layout.before.numel(), inputs.shape[1])
+    extended[layout.before] = before.to(inputs.dtype)
+    return extended.index_copy_(0, layout.windows + num_taps, inputs)
+
+
+def convolve(extended: Tensor, weight: Tensor, bias: Tensor | None, layout: ConvLayout) -> Tensor:
+    """Returns the tokens' sums [T, C], before SiLU, in the type of sums."""
+    dtype = accumulation_dtype(extended.dtype)
+    extended, taps = cast(extended, dtype), cast(weight, dtype).unbind(1)
+    num_windows = len(extended) - len(taps) + 1
+    output = rows_apart(extended, num_windows, extended.shape[1])
+    torch.mul(extended[:num_windows], taps[0], out=output)
     for offset, tap in enumerate(taps[1:], start=1):
         output.addcmul_(extended[offset : offset + num_windows], tap)
     if bias is not None:
         output += bias
-    if has_silu:
-        F.silu(output, inplace=True)
-    return output.index_select(0, layout.windows).to(inputs.dtype)
+    return output.index_select(0, layout.windows)

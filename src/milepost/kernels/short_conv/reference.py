@@ -6,8 +6,7 @@ States lie beside pages, or in slots. The state beside a page is written by whoe
 the page's newest token. So a page that is shared keeps its state, also where a sequence computes
 some of its tokens again.
 
-Legend: T tokens, D decoding sequences (the first D of the batch), S other sequences, E states that
-these write, C channels, J taps.
+Legend: T tokens, S sequences, C channels, J taps.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch import Tensor
 
 from milepost.kernels import conv
 from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
+from milepost.kernels.platform.tensors import cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRows:
-    """Decoding sequences of any length. Places in records are pairs of a row and an input."""
+class RecordRows:
+    """What is read from records and written to them. Places in records are pairs of a row and an
+    input."""
 
-    windows: conv.ConvLayout
-    """Windows, with the states that are written."""
     again: Tensor
     """[n] int64, sequences that begin with what was recorded of their step before."""
     read: tuple[Tensor, Tensor]
@@ -44,50 +43,27 @@ class ShortConvRows:
     """A step for the reference. Rows are the pool's: row 0 is zeros, row p + 1 lies beside page p;
     or row p is slot p."""
 
-    decodes_in: Tensor
-    """[D] int64"""
-    decodes_out: Tensor
-    """[D] int64"""
-    prefills_in: Tensor
-    """[S] int64"""
-    windows: conv.ConvLayout | None
-    """Windows of the other sequences, with all states that they write; None where all decode."""
-    drafts: DraftRows | None
-    """Rows of decoding sequences, where one has drafts or had some in its step before."""
+    rows_in: Tensor
+    """[S] int64, the states that sequences begin with."""
+    windows: conv.ConvLayout
+    """The sequences' windows, with all states that they write as exports."""
+    records: RecordRows | None
+    """None if no decoding sequence has drafts or had some in its step before."""
 
 
 def lay_out(batch: Batch, num_taps: int, *, in_slots: bool = False) -> ShortConvRows:
     """Returns the rows of a step."""
-    decodes, device = batch.num_decodes, batch.device
-    owners, ends = np.arange(len(batch.starts)), batch.starts + batch.lengths
-    drafts = None
-    if decodes and has_drafts(batch):
-        drafts = _lay_out_drafts(batch, num_taps, in_slots=in_slots)
-    if in_slots:
-        begun = batch.slot_in
-        rows_out = batch.slot_out[:decodes] if drafts is None else owners[:0]
-    else:
-        if drafts is None and (batch.kv_rows[:decodes] < 0).any():
-            decodes = 0  # one token that a shared page has already: nothing is written
-        begun = find_rows(batch, owners, batch.starts)
-        own = owners[:decodes] if drafts is None else owners[:0]
-        rows_out = find_rows(batch, own, ends[own])
-    rows_in = torch.from_numpy(begun).to(device)
-    windows = None
-    if decodes < len(batch.starts):
-        kept, rows = find_places(batch, range(decodes, len(batch.starts)), in_slots=in_slots)
-        places = zip(kept[:, 0] - decodes, kept[:, 1], rows, strict=True)
-        starts, lengths = batch.starts[decodes:].tolist(), batch.lengths[decodes:].tolist()
-        exports = [(int(sequence), int(end), int(row)) for sequence, end, row in places]
-        windows = conv.lay_out_windows(starts, lengths, exports, num_taps, device)
-        # Where a sequence stops is among the places already, if it is written at all.
-        windows = replace(windows, kept=windows.kept[len(starts) :])
+    owners, device = np.arange(len(batch.starts)), batch.device
+    begun = batch.slot_in if in_slots else find_rows(batch, owners, batch.starts)
+    kept, written = find_places(batch, owners.tolist(), in_slots=in_slots)
+    exports = [(*place, row) for place, row in zip(kept.tolist(), written.tolist(), strict=True)]
+    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    windows = conv.lay_out_windows(starts, lengths, exports, num_taps, device)
     return ShortConvRows(
-        decodes_in=rows_in[:decodes],
-        decodes_out=torch.from_numpy(rows_out).to(device),
-        prefills_in=rows_in[decodes:],
-        windows=windows,
-        drafts=drafts,
+        rows_in=torch.from_numpy(begun).to(device),
+        # Where a sequence stops is among the places already, if it is written at all.
+        windows=replace(windows, kept=windows.kept[len(starts) :]),
+        records=_lay_out_records(batch, num_taps, in_slots=in_slots) if has_drafts(batch) else None,
     )
 
 
@@ -111,28 +87,21 @@ def find_recorded(batch: Batch, *, in_slots: bool) -> Ints:
     return np.full(len(batch.starts), -1) if batch.recorded is None else batch.recorded
 
 
-def _lay_out_drafts(batch: Batch, num_taps: int, *, in_slots: bool) -> DraftRows:
-    decodes, device, width = batch.num_decodes, batch.device, num_taps - 1
+def _lay_out_records(batch: Batch, num_taps: int, *, in_slots: bool) -> RecordRows:
+    width, rows, recorded = num_taps - 1, batch.record_rows, find_recorded(batch, in_slots=in_slots)
     assert in_slots or batch.recorded is not None, "V1: only who keeps records verifies"
-    starts, lengths = batch.starts[:decodes].tolist(), batch.lengths[:decodes].tolist()
-    kept, written = find_places(batch, range(decodes), in_slots=in_slots)
-    places = zip(*kept.T.tolist(), written.tolist(), strict=True)
-    windows = conv.lay_out_windows(starts, lengths, list(places), num_taps, device)
-    recorded = find_recorded(batch, in_slots=in_slots)[:decodes]
-    rows = batch.record_rows[:decodes]
-    drafts, inputs = num_drafts(batch)[:decodes], np.arange(width)
+    drafts, inputs = num_drafts(batch), np.arange(width)
     assert ((rows >= 0) | ((recorded < 0) & (drafts == 0))).all(), "V2: who records has a row"
     again = np.flatnonzero(recorded >= 0)
     counts = np.where(drafts > 0, width + drafts, 0)
     number = ordinals_of(counts)
-    own = batch.lengths[:decodes]
-    first = own.cumsum() - own + np.arange(decodes) * width + 1  # after a sequence's own token
+    # After a sequence's own token.
+    first = batch.lengths.cumsum() - batch.lengths + np.arange(len(rows)) * width + 1
 
     def send(numbers: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(batch.device)
 
-    return DraftRows(
-        windows=replace(windows, kept=windows.kept[decodes:]),
+    return RecordRows(
         again=send(again),
         read=(send(rows[again][:, None].repeat(width, 1)), send(recorded[again][:, None] + inputs)),
         recorded=(send(rows.repeat(counts)), send(number)),
@@ -192,41 +161,13 @@ def mix(
 ) -> Tensor:
     """See `short_conv.mix`."""
     before, behind, x = projected.chunk(3, -1)
-    inputs, parts = before * x, []
-    num_decodes = len(rows.decodes_in)
-    if rows.drafts is not None:
+    inputs, windows, own = before * x, rows.windows, rows.records
+    states = pool.index_select(0, rows.rows_in).transpose(1, 2)
+    if own is not None:
         assert records is not None, "V1: only who keeps records verifies"
-        num_decodes = len(rows.drafts.windows.windows)
-        own = inputs[:num_decodes]
-        parts.append(_verify(own, weight, bias, pool, rows.decodes_in, rows.drafts, records))
-    elif num_decodes:
-        own, places = inputs[:num_decodes], (rows.decodes_in, rows.decodes_out)
-        parts.append(conv.decode(own, weight, bias, pool, *places, has_silu=False))
-    if rows.windows is not None:
-        own, places = inputs[num_decodes:], (rows.prefills_in, rows.prefills_in[:0])
-        parts.append(conv.prefill(own, weight, bias, pool, *places, rows.windows, has_silu=False))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(behind)
-
-
-def _verify(
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    slot_in: Tensor,
-    rows: DraftRows,
-    records: Tensor,
-) -> Tensor:
-    """Computes each token of sequences of any length, with the operations of a decode."""
-    width, windows = weight.shape[1] - 1, rows.windows
-    before = pool.index_select(0, slot_in).transpose(1, 2)
-    before[rows.again] = records[rows.read]
-    extended = inputs.new_empty(len(inputs) + before.shape[0] * width, inputs.shape[1])
-    extended[windows.before] = before
-    extended.index_copy_(0, windows.windows + width, inputs)
+        states[own.again] = records[own.read]
+    extended = conv.extend(inputs, states, windows)
     pool[windows.export_slots] = extended[windows.kept].transpose(1, 2)
-    records[rows.recorded] = extended[rows.sources]
-    tokens = torch.arange(len(inputs), device=inputs.device)
-    taken = windows.windows[:, None] + torch.arange(width, device=inputs.device)
-    states = extended[taken].transpose(1, 2).contiguous()
-    return conv.decode(inputs, weight, bias, states, tokens, tokens, has_silu=False)
+    if own is not None and records is not None:
+        records[own.recorded] = extended[own.sources]
+    return cast(conv.convolve(extended, weight, bias, windows), inputs.dtype).mul_(behind)
