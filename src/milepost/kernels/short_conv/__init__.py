@@ -1,10 +1,10 @@
 """Gated short convolution from the input projection to the output projection, over states that lie
 beside pages, or in slots.
 
-A state is a convolution's last J - 1 inputs. After p tokens it lies beside the page of token p - 1:
-the page that is being filled, and once that is full it stays there as it is at the page's end. So
-every page boundary can be resumed, and no request needs a slot. Where other layers have states that
-are not there at every boundary, states lie in slots, as those of recurrent layers do.
+A state is a convolution's last J - 1 inputs. After p tokens it lies beside the page of token p - 1,
+the page that is being filled; beside a full page stays the state at the page's end. So a request
+can resume at every page boundary and needs no slot. In models whose other layers do not keep states
+at every boundary, states lie in slots, like those of recurrent layers.
 
 Callers import the operation from here. `ShortConvOperation.lay_out` chooses the kernels by the
 device, and `mix` runs those that the layout is for. `reference` is the definition, on any device.
@@ -126,11 +126,11 @@ def mix(
     `bias` [C]. `pool` [1 + pages, C, J - 1], oldest first: zeros, which nothing writes, and what
     lies beside each page; or [slots, C, J - 1].
 
-    `records` [rows, J - 1 + drafts, C] hold, of each sequence that had drafts in its step before,
-    what the convolution read after its own token: J - 1 inputs, and those of the drafts. Where the
-    sequence goes on is known only now, so its state is read there; what lies beside its page may be
-    that of drafts which were rejected, and in its slot is that before the drafts. Those of this
-    step's drafts take their place.
+    A row of `records` [rows, J - 1 + drafts, C] belongs to a sequence that had drafts in its
+    previous step. It holds the inputs of the convolution after that step's own token: J - 1 of
+    them, then those of the drafts. How many drafts were accepted is known only now, so the state is
+    read from the record: the one beside the page may include rejected drafts, and the one in the
+    slot precedes all drafts. This step's drafts replace the record.
     """
     if isinstance(layout, ShortConvRows):
         return reference.mix(projected, weight, bias, pool, layout, records)

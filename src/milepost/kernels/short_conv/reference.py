@@ -25,8 +25,8 @@ from milepost.kernels.platform.tensors import cast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRows:
-    """What is read from records and written to them. Places in records are pairs of a row and an
-    input."""
+    """Inputs that are read from records and written to them. Places in records are pairs of a row
+    and an input."""
 
     again: Tensor
     """[n] int64, sequences that begin with what was recorded of their step before."""

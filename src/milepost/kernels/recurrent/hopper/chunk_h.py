@@ -1,9 +1,9 @@
 """The delta rule's states from chunk to chunk on Hopper, in Gluon: `portable.chunk_h` for keys of
 128.
 
-A program goes through a sequence's chunks one after the other, so what counts is how long a chunk
-takes from its begin to its end. One warp has TMA bring chunks to shared memory ahead of time; what
-is looked up for a chunk is asked for a chunk before.
+A program goes through a sequence's chunks one after the other, so the latency of a chunk decides.
+One warp has TMA bring chunks to shared memory ahead of time; a chunk's begin, size, decays and
+export slot are loaded one chunk ahead.
 
 Legend: T tokens, N chunks, C tokens in a chunk, G key heads, V value heads, K key_dim, W value_dim.
 """

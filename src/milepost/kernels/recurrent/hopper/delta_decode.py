@@ -6,11 +6,11 @@ projection has ended: the states were written in an earlier step. A key head's q
 worked out once for all its value heads, and by one program, which alone reads and writes their
 convolution states.
 
-Where there is work for many, two programs share an SM, with one place for a state each: one waits
-while the other works. Else a program has two places, and fetches both states at once. With so few
-sequences that each value head can have an SM, each has a program. Those of a key head then work its
-query and key out by themselves, and the last of them to arrive, when all have read their
-convolution states, moves these on.
+With many units, two programs share an SM and have one place for a state each, so that one computes
+while the other waits. With fewer, a program has two places and fetches both states at once. If each
+value head can have an SM, it has a program. Each program of a key head then computes the query and
+key itself, and the last one to arrive advances their convolution states, which all have read by
+then.
 
 KDA's heads are units of one value head with a decay for each channel of a key.
 

@@ -1,13 +1,13 @@
 """Verifying steps of Gated DeltaNet and KDA on Hopper in one launch, in Gluon.
 
-As in `delta_decode`, programs go through sequences and units, and while one works on a value head's
-state, TMA brings the next. A key head's queries and keys are worked out once, for all tokens and
-all its value heads, and a value head's values; they wait in shared memory. Its state then goes
-through all tokens in registers. What happens with a token is what `delta_decode` does, in its
-order: states and outputs are the same bit for bit.
+As in `delta_decode`, programs loop over sequences and units, and while one works on a value head's
+state, TMA brings the next. The convolved queries and keys of all tokens are computed once for all
+value heads of a key head and kept in shared memory, as are a value head's values. Its state then
+passes all tokens in registers. A token takes the operations of `delta_decode` in their order, so
+states and outputs are the same bit for bit.
 
-KDA's heads are units of one value head with a decay for each channel of a key: all of
-a unit's inputs are asked for before anything is used, and decays wait beside the keys.
+KDA's heads are units of one value head with a decay for each channel of a key: all inputs of a unit
+are loaded before any is used, and decays are kept beside the keys.
 
 Legend: S sequences, F folded and N new tokens of each, J taps, G key heads, V value heads, K
 key_dim, W value_dim.

@@ -1,9 +1,9 @@
-"""Mamba2's verifying steps on Hopper, in Gluon: states, and what new tokens read of them;
-`portable.step` norms and gates that.
+"""Mamba2's verifying steps on Hopper, in Gluon: states, and the outputs that new tokens read from
+them, which `portable.step` norms and gates.
 
-Each program goes through heads of a group, one after the other, which TMA brings to shared memory
-ahead. B and C of all tokens are worked out once, and a head's x while the one before it is worked
-on; they wait in shared memory. States are those of `portable.step`, bit for bit.
+Each program loops over heads of a group, whose states TMA brings to shared memory ahead of time. B
+and C of all tokens are convolved once and kept in shared memory. The inputs of a head's x are
+loaded while the head before it is computed. States are those of `portable.step`, bit for bit.
 
 Legend: S sequences, F folded and N new tokens of each, H heads, P head_dim, G groups, K state_size,
 J taps; I = H * P entries.

@@ -1,10 +1,10 @@
-"""How Hopper's kernels for decoding steps get at recurrent states, in Gluon: Triton's language for
-programs that place data themselves.
+"""Recurrent states in Hopper's kernels for decoding steps, in Gluon: Triton's language for programs
+that place data themselves.
 
-A program goes through states of its own. While it works on one in registers, TMA brings the next to
-shared memory, line by line, since memory is slower in strides. That begins before the input
-projection has ended: the states were written in an earlier step. A convolution state is changed in
-place by the thread that has read it.
+Each program loops over some states. While it works on one in registers, TMA brings the next to
+shared memory, as lines of 128 bytes, because strided copies are slower. The first copies start
+before the input projection has ended: an earlier step wrote the states. The thread that has read
+an entry of a convolution state also overwrites it.
 
 Legend: C channels, J taps, K rows and W columns of a state.
 """

@@ -1,5 +1,5 @@
-"""A sequence's tokens as Hopper's verify kernels read and write them, in Gluon: several tokens at a
-time, a channel per thread, so that each thread alone reads what it overwrites."""
+"""Reads and writes a sequence's tokens in Hopper's verify kernels, in Gluon: several tokens at a
+time, with a channel per thread, so that a thread overwrites only entries that it has read."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""The WY representation of a chunk of KDA (Kimi Linear, arXiv 2510.26692, section 3): what doesn't
-depend on the state before it.
+"""The WY representation of a chunk of KDA (Kimi Linear, arXiv 2510.26692, section 3): the part that
+doesn't depend on the state before the chunk.
 
-Of channels that decay little, tokens' decays from the middle of the chunk on and their opposites
-are numbers, and all pairs are one matrix product. Of others no decay is divided by: over a chunk it
-may be too small for a number. A later and an earlier token are in different halves of one block of
-2, 4, ... or C tokens, and the decay between them is the product of that from the earlier one to the
-end of its half and that from there to the later one. Neither exceeds 1, and for all pairs of one
-size of blocks a token has one of them. So all products are matrix products, one for each size.
+Channels that decay little take one matrix product for all pairs of tokens: both the decay from the
+middle of the chunk to a token and its inverse are representable. For the others nothing is divided
+by a decay, which over a chunk may underflow. Two tokens of a chunk are in different halves of
+exactly one block of 2, 4, ... or C tokens. The decay between them is the product of two factors,
+from the earlier token to the end of its half and from there to the later token, and neither exceeds
+1. A token has one such factor for all pairs with the same size of block, so there is one matrix
+product for each size.
 
 Legend: T tokens, N chunks, C tokens in a chunk, H heads, K head_dim.
 """
@@ -51,7 +52,7 @@ class IntraForm(NamedTuple):
     most: float
     """See `_MOST`."""
     splits: bool
-    """See `wy.splits`."""
+    """See `delta.splits`."""
 
 
 class HeadPlaces(NamedTuple):

@@ -1,7 +1,7 @@
 """A step's work for the reference of token mixers: a short convolution, then a recurrence.
 
-Sequences that decode come first and take one step of the recurrence each, or, where the step
-verifies, as many as they have tokens; the others go through chunks.
+Sequences that decode come first. Each takes one step of the recurrence, or in a step that verifies
+one per token. The other sequences go through chunks.
 
 Legend: D decoding sequences, T tokens of theirs, F recorded tokens that are folded, R drafts, E
 numbers of a token's record.
