@@ -29,11 +29,19 @@ from milepost.server.config import ServerConfig, read_keys
 from milepost.server.errors import HttpError, body_for
 from milepost.server.gate import Gate, with_cors
 from milepost.server.loading import load
-from milepost.server.protocol import ChatRequest, CompletionRequest, Invocation, field_names
+from milepost.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Invocation,
+    TokenizeRequest,
+    field_names,
+)
 from milepost.server.responses import endpoint as responses
 from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
+from milepost.server.stream import unless_disconnected
 
 
 def build(service: Service) -> Any:
@@ -73,7 +81,6 @@ def routed(service: Service) -> FastAPI:
     _add_models(app, service)
     _add_anthropic(app, service)
     _add_responses(app, service, store)
-    rendering.add(app, service)
     operation.add(app, service)
     page = _page(service.config)
     if page is not None:
@@ -103,18 +110,21 @@ def _add_answers(app: FastAPI, service: Service, store: ResponseStore) -> None:
     add("/v1/responses", ResponsesRequest, respond, name="respond", **meanings)
     for path, body_type, render in rendering.routes(store):
         add(path, body_type, render, name=render.__name__)
+    few = {status: errors.MEANINGS[status] for status in (400, 404)}
+    add("/tokenize", TokenizeRequest, rendering.tokenize, name="tokenize", responses=few)
+    add("/detokenize", DetokenizeRequest, rendering.detokenize, name="detokenize", responses=few)
 
 
 def _add_answer(
     app: FastAPI, service: Service, path: str, body_type: Any, answer: Any, **options: Any
 ) -> None:
-    """Adds a POST route whose answers are responses."""
+    """Adds a POST route whose answers are responses. What `answer` does is cancelled if the client
+    leaves; a stream that it returns notices that itself."""
 
     async def endpoint(body: Any, request: Request) -> Response:
         size = size_of(getattr(body, "messages", None))
         await service.large.run(lambda: service.unknown.settle(body, request.scope), size)
-        response: Response = await answer(service, body, request)
-        return response
+        return await unless_disconnected(request, answer(service, body, request))
 
     endpoint.__annotations__["body"] = body_type
     endpoint.__doc__ = answer.__doc__ if answer is _invoke else None

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.processes import Delta
-from milepost.server import logprobs, transfer
+from milepost.server import logprobs
 from milepost.server.answers import AnswerParser
 from milepost.server.conversation import ChatTurn, begin, response_id
-from milepost.server.logprobs import TokenBytes
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
@@ -25,12 +24,9 @@ from milepost.server.stream import chunks, send
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
     """Answers a conversation."""
     model = service.check_model(request.model)
-    request = transfer.as_served(service, request)
-    octets = await service.token_bytes() if request.logprobs else None
     turn = await begin(service, request, http, field="messages")
-    id_ = response_id("chatcmpl", request, http)
-    writer = _ChatWriter(service, request, turn, id_, model, octets)
-    return await send(writer, http, turn.generation.close, is_stream=request.stream)
+    writer = _ChatWriter(service, turn, response_id("chatcmpl", request, http), model)
+    return await send(writer, http, turn.generation.close, is_stream=turn.request.stream)
 
 
 @dataclass(slots=True)
@@ -117,18 +113,10 @@ def _reasoning(text: str) -> dict[str, str]:
 class _ChatWriter:
     """Writes the response."""
 
-    def __init__(
-        self,
-        service: Service,
-        request: ChatRequest,
-        turn: ChatTurn,
-        id_: str,
-        model: str,
-        octets: TokenBytes | None,
-    ) -> None:
+    def __init__(self, service: Service, turn: ChatTurn, id_: str, model: str) -> None:
         self._service = service
-        self._request = request
-        self._octets = octets
+        self._request = turn.request
+        self._octets = turn.octets
         self._prompt = turn.prompt
         self._generation = turn.generation
         self._usage = turn.usage

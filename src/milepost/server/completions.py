@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +19,8 @@ from milepost.server.conversation import response_id, shortened
 from milepost.server.generation import Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import chunks, send, unless_disconnected
+from milepost.server.stream import chunks, send
+from milepost.structured_outputs import StructuredOutputs
 
 
 async def complete(service: Service, request: CompletionRequest, http: Request) -> Response:
@@ -28,37 +28,31 @@ async def complete(service: Service, request: CompletionRequest, http: Request) 
     model = service.check_model(request.model)
     request = transfer.as_served(service, request)
     form = forms.of_request(request)
-    defaults = service.sampling_defaults
-    params = forms.apply(parameters.of_completion(request, defaults), form)
-    params = await service.checked(params, forms.field_of(request))
-    service.client.check_room(num_prompts(request), params.n)  # before tokenizing
-    work = prompts_of(service, request, params)
-    prompts = await unless_disconnected(http, work)
-    if request.user is not None:
-        http.scope["milepost.record"]["user"] = request.user
-    generation = Generation(
+    prompts, params = await asked(service, request, form)
+    texts = await _texts_of(service, request, prompts)
+    generation = Generation(  # last, because it must be closed
         service,
+        request,
         prompts,
         params,
         scope=http.scope,
-        priority=request.priority or 0,
         field="prompt",
         is_counted=request.max_tokens != 0,
     )
-    with ExitStack() as unsent:
-        unsent.callback(generation.close)
-        await unless_disconnected(http, generation.begun())
-        texts = await _texts_of(service, request, prompts)
-        unsent.pop_all()
+    await generation.begun()
     id_ = response_id("cmpl", request, http)
     writer = _CompletionWriter(service, request, prompts, texts, generation, model, id_)
     return await send(writer, http, generation.close, is_stream=request.stream)
 
 
-async def prompts_of(
-    service: Service, request: CompletionRequest, params: SamplingParams
-) -> list[Prompt]:
-    """Returns the prompts of a request as they will be served."""
+async def asked(
+    service: Service, request: CompletionRequest, form: StructuredOutputs | None = None
+) -> tuple[list[Prompt], SamplingParams]:
+    """Returns the prompts of a request as they will be served, and their parameters, with a form
+    that the answers must match."""
+    params = forms.apply(parameters.of_completion(request, service.sampling_defaults), form)
+    params = await service.checked(params, forms.field_of(request))
+    service.client.check_room(num_prompts(request), params.n)  # before tokenizing
     marks = tuple(request.cache_marks or ())
     salt = request.cache_salt or ""
     listed = _listed(request)
@@ -83,7 +77,7 @@ async def prompts_of(
         for ids, params_of_it in zip(encoded, transfers, strict=True)
     ]
     limit = service.client.limits.max_model_len
-    return [shortened(prompt, request, params, limit) for prompt in prompts]
+    return [shortened(prompt, request, params, limit) for prompt in prompts], params
 
 
 def num_prompts(request: CompletionRequest) -> int:

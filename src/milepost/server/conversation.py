@@ -14,6 +14,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import forms, parameters, transfer
 from milepost.server.answers import AnswerParser
 from milepost.server.generation import Generation
+from milepost.server.logprobs import TokenBytes
 from milepost.server.messages import tools_for_template, toolset_of, with_effort
 from milepost.server.parts import TextPart
 from milepost.server.protocol import ChatRequest, Sampling
@@ -27,9 +28,13 @@ MAX_ID_LEN = 256
 class ChatTurn:
     """The running answers to one conversation."""
 
+    request: ChatRequest
+    """The request as it is served."""
     prompt: Prompt
     generation: Generation
     answers: list[AnswerParser]
+    octets: TokenBytes | None
+    """The bytes of the vocabulary, if the answers report log-probabilities."""
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage so far, with the number of reasoning tokens."""
@@ -47,25 +52,17 @@ async def begin(
     field: str,
     fits_max_tokens: bool = False,
 ) -> ChatTurn:
-    """Renders, checks and submits a conversation, unless the client leaves. `field` is named in
-    errors about the prompt; with `fits_max_tokens` a larger max_tokens is lowered to what
-    max_model_len leaves.
+    """Renders, checks and submits a conversation. `field` is named in errors about the prompt; with
+    `fits_max_tokens` a larger max_tokens is lowered to what max_model_len leaves.
 
     Raises the errors of these steps. The caller closes the generation of the ChatTurn.
     """
-    work = _begin(service, request, http, field, fits_max_tokens)
-    return await unless_disconnected(http, work)
-
-
-async def _begin(
-    service: Service, request: ChatRequest, http: Request, field: str, fits_max_tokens: bool
-) -> ChatTurn:
     request = transfer.as_served(service, request)
+    octets = await service.token_bytes() if request.logprobs else None
     tools = toolset_of(request)
-    params = parameters.of_chat(request, service.sampling_defaults)
+    prompt, params = await asked(service, request, http, fits_max_tokens=fits_max_tokens)
     if service.reads_special_tokens(has_tools=bool(tools.callable)):
         params = replace(params, skip_special_tokens=False)
-    prompt = await prompt_of(service, request, params, http)
     is_open = service.format.is_open(prompt.text or "", _begun(request))
     if params.stop and service.reasoning_tokens is not None:
         params = replace(params, reasoning=replace(service.reasoning_tokens, is_open=is_open))
@@ -76,11 +73,6 @@ async def _begin(
             )
         )
         params = await service.checked(forms.apply(params, form), forms.field_of(request))
-    if fits_max_tokens:
-        params = fitting(service, prompt, params)
-    if request.user is not None:
-        http.scope["milepost.record"]["user"] = request.user
-
     has_one_call = request.parallel_tool_calls is False
     answers = [
         AnswerParser(
@@ -94,18 +86,20 @@ async def _begin(
     ]
     generation = Generation(  # last, because it must be closed
         service,
+        request,
         [prompt],
         params,
         scope=http.scope,
-        priority=request.priority or 0,
         field=field,
         is_enough=(lambda index: answers[index].is_enough) if has_one_call else None,
     )
     await generation.begun()
     return ChatTurn(
+        request=request,
         prompt=prompt,
         generation=generation,
         answers=answers,
+        octets=octets,
     )
 
 
@@ -119,18 +113,12 @@ def _begun(request: ChatRequest) -> str:
     return "".join(part.text or "" for part in content if isinstance(part, TextPart))
 
 
-def fitting(service: Service, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-    """Returns parameters with max_tokens lowered to the room that the prompt leaves."""
-    if params.max_tokens is None:
-        return params
-    room = max(service.client.limits.max_model_len - len(prompt.token_ids), 1)
-    return replace(params, max_tokens=min(params.max_tokens, room))
-
-
-async def prompt_of(
-    service: Service, request: ChatRequest, params: SamplingParams, http: Request
-) -> Prompt:
-    """Returns the prompt as it will be served, with the text of the whole conversation."""
+async def asked(
+    service: Service, request: ChatRequest, http: Request, *, fits_max_tokens: bool = False
+) -> tuple[Prompt, SamplingParams]:
+    """Returns the prompt as it will be served, with the text of the whole conversation, and its
+    parameters."""
+    params = parameters.of_chat(request, service.sampling_defaults)
     rendered = await render(service, request, http)
     prompt = replace(
         rendered,
@@ -139,7 +127,11 @@ async def prompt_of(
         kv_transfer_params=request.kv_transfer_params,
     )
     limit = service.client.limits.max_model_len
-    return shortened(prompt, request, params, limit)
+    prompt = shortened(prompt, request, params, limit)
+    if fits_max_tokens and params.max_tokens is not None:
+        room = max(limit - len(prompt.token_ids), 1)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+    return prompt, params
 
 
 async def render(

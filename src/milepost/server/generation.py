@@ -12,6 +12,7 @@ from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import transfer
 from milepost.server.observers import MetricsObserver, RequestTally
+from milepost.server.protocol import Sampling
 from milepost.server.service import Service
 from milepost.server.tracing import TraceContext
 
@@ -30,11 +31,11 @@ class Generation:
     def __init__(
         self,
         service: Service,
+        request: Sampling,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
         scope: Mapping[str, Any],
-        priority: int,
         field: str,
         is_enough: Callable[[int], bool] | None = None,
         is_counted: bool = True,
@@ -43,11 +44,13 @@ class Generation:
         self._is_counted = is_counted
         self._num_each = params.n
         self._may_be_late = service.client.config.max_queue_wait_s is not None
-        arrival = scope["milepost.arrival"]
+        arrival, record = scope["milepost.arrival"], scope["milepost.record"]
+        if request.user is not None:
+            record["user"] = request.user
         self._stream = service.submit(
             prompts,
             params,
-            priority=priority,
+            priority=request.priority or 0,
             arrival=arrival,
             field=field,
             keeps_steps=is_enough is not None,
@@ -57,7 +60,7 @@ class Generation:
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         """Log-probabilities by prompt, where they were requested."""
         self.num_choices = len(prompts) * params.n
-        self._tally = RequestTally(prompts, params, arrival, scope["milepost.record"])
+        self._tally = RequestTally(prompts, params, arrival, record)
         self._metrics = MetricsObserver(service.metrics, params, self._tally)
         self._short_prompts = service.short_prompts
         self._params, self._span = params, scope["milepost.span"]

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.engine.prompts import Prompt
 from milepost.engine.text import text_of
-from milepost.server import completions, conversation, errors, parameters
-from milepost.server.callers import for_clients
+from milepost.server import completions, conversation
 from milepost.server.errors import HttpError, json_response
 from milepost.server.messages import tools_for_template
 from milepost.server.protocol import (
@@ -32,53 +30,42 @@ from milepost.server.responses import endpoint as responses
 from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
-from milepost.server.stream import unless_disconnected
 
 
-def add(app: FastAPI, service: Service) -> None:
-    """Adds /tokenize and /detokenize."""
-    meanings: dict[int | str, Any] = {
-        key: about for key, about in errors.MEANINGS.items() if key in (400, 404)
+async def tokenize(service: Service, body: TokenizeRequest, _: Request) -> Response:
+    """Returns the tokens of a prompt or of a conversation."""
+    service.check_model(body.model)
+    tokens, marks = await _tokenized(service, body)
+    names = None
+    if body.return_token_strs:
+        names = await service.encoder.with_tokenizer(
+            lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
+        )
+    found = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": service.client.limits.max_model_len,
+        "cache_marks": marks,
+        "token_strs": names,
     }
+    return await service.large.run(lambda: json_response(found), len(tokens))
 
-    @app.post("/tokenize", responses=meanings, response_class=Response)
-    @for_clients
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        service.check_model(body.model)
-        tokens, marks = await unless_disconnected(request, _tokenized(service, body))
-        names = None
-        if body.return_token_strs:
-            names = await service.encoder.with_tokenizer(
-                lambda tokenizer: tokenizer.convert_ids_to_tokens(tokens), len(tokens)
-            )
-        found = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": service.client.limits.max_model_len,
-            "cache_marks": marks,
-            "token_strs": names,
-        }
-        size = len(tokens)
-        return await service.large.run(lambda: errors.json_response(found), size)
 
-    @app.post("/detokenize", responses=meanings, response_class=Response)
-    @for_clients
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        service.unknown.settle(body, request.scope)
-        service.check_model(body.model)
-        vocab_size = service.client.limits.vocab_size
+async def detokenize(service: Service, body: DetokenizeRequest, _: Request) -> Response:
+    """Returns the text of token ids."""
+    service.check_model(body.model)
+    vocab_size = service.client.limits.vocab_size
 
-        def detokenized(tokenizer: Any) -> str:
-            for index, token in enumerate(body.tokens):
-                if token >= vocab_size:
-                    field = f"tokens[{index}]"
-                    message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
-                    raise HttpError(400, message, param=field)
-            return text_of(tokenizer, body.tokens)
+    def detokenized(tokenizer: Any) -> str:
+        for index, token in enumerate(body.tokens):
+            if token >= vocab_size:
+                field = f"tokens[{index}]"
+                message = f"{field}={token}: the vocabulary has {vocab_size} tokens"
+                raise HttpError(400, message, param=field)
+        return text_of(tokenizer, body.tokens)
 
-        text = await service.encoder.with_tokenizer(detokenized, len(body.tokens))
-        return await service.large.run(lambda: errors.json_response({"prompt": text}), len(text))
+    text = await service.encoder.with_tokenizer(detokenized, len(body.tokens))
+    return await service.large.run(lambda: json_response({"prompt": text}), len(text))
 
 
 async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[int]]:
@@ -105,10 +92,7 @@ def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
         service: Service, body: CompletionRequest, request: Request
     ) -> Response:
         model = service.check_model(body.model)
-        params = parameters.of_completion(body, service.sampling_defaults)
-        service.client.check_room(completions.num_prompts(body), params.n)  # before tokenizing
-        work = completions.prompts_of(service, body, params)
-        prompts = await unless_disconnected(request, work)
+        prompts, params = await completions.asked(service, body)
         for prompt in prompts:
             service.check(prompt, params, "prompt")
         id_ = conversation.response_id("cmpl", body, request)
@@ -135,11 +119,9 @@ async def _render(
     service: Service, chat: ChatRequest, request: Request, *, field: str, fits_max_tokens: bool
 ) -> Response:
     model = service.check_model(chat.model)
-    params = parameters.of_chat(chat, service.sampling_defaults)
-    work = conversation.prompt_of(service, chat, params, request)
-    prompt = await unless_disconnected(request, work)
-    if fits_max_tokens:
-        params = conversation.fitting(service, prompt, params)
+    prompt, params = await conversation.asked(
+        service, chat, request, fits_max_tokens=fits_max_tokens
+    )
     service.check(prompt, params, field)
     id_ = conversation.response_id("chatcmpl", chat, request)
     return json_response(_rendered(prompt, chat, model, id_))
@@ -153,15 +135,14 @@ async def prompt_of(service: Service, path: str, body: bytes) -> Prompt | None:
     if path.endswith("/chat/completions"):
         chat = ChatRequest.model_validate_json(body)
         service.unknown.settle(chat, scope)
-        params = parameters.of_chat(chat, service.sampling_defaults)
-        return await conversation.prompt_of(service, chat, params, Request(scope))
+        prompt, _ = await conversation.asked(service, chat, Request(scope))
+        return prompt
     if not path.endswith("/completions"):
         return None
     request = CompletionRequest.model_validate_json(body)
     if completions.num_prompts(request) > 1:
         return None
-    params = parameters.of_completion(request, service.sampling_defaults)
-    (prompt,) = await completions.prompts_of(service, request, params)
+    (prompt,), _ = await completions.asked(service, request)
     return prompt
 
 

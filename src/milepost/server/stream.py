@@ -169,14 +169,14 @@ async def send(
     if is_stream:
         limit_s = http.scope["milepost.write_timeout_s"]
         return EventStream(writer.events(), close, write_timeout_s=limit_s, failed=failed)
-    return json_response(await unless_disconnected(http, writer.whole(), close))
+    try:
+        return json_response(await writer.whole())
+    finally:
+        close()
 
 
-async def unless_disconnected(
-    request: Request, work: Awaitable[T], close: Callable[[], None] | None = None
-) -> T:
-    """Returns the result of `work`, and cancels it if the client leaves. Raises ClientGoneError.
-    `close` is called before it returns."""
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Returns the result of `work`, and cancels it if the client leaves. Raises ClientGoneError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -189,8 +189,6 @@ async def unless_disconnected(
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-        if close is not None:
-            close()
 
 
 async def _disconnect(receive: Any) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.server import conversation, transfer
+from milepost.server import conversation
 from milepost.server.bodies import size_of
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError
@@ -108,15 +108,15 @@ async def respond(
     model = service.check_model(request.model)
     owner = owner_of(http)
     new_items, items, converted = await chat_of(service, store, request, http)
-    chat = transfer.as_served(service, converted.chat)
-    octets = await service.token_bytes() if chat.logprobs else None
-    turn = await conversation.begin(service, chat, http, field="input", fits_max_tokens=True)
+    turn = await conversation.begin(
+        service, converted.chat, http, field="input", fits_max_tokens=True
+    )
 
     def keep(body: dict[str, Any]) -> None:
         if request.store is not False:
             store.put(owner, body["id"], _stored(body, new_items, items))
 
-    writer = Writer(request, turn, model, octets, converted.names, keep)
+    writer = Writer(request, turn, model, converted.names, keep)
     close, is_stream = turn.generation.close, request.stream
     return await send(writer, http, close, is_stream=is_stream, failed=writer.failed)
 

@@ -14,7 +14,7 @@ from milepost.engine.processes import Delta
 from milepost.server import errors, logprobs
 from milepost.server.answers import AnswerBlock, Blocks, Step
 from milepost.server.conversation import ChatTurn
-from milepost.server.logprobs import TokenBytes, TokensOfTexts
+from milepost.server.logprobs import TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.responses.tools import Names
 from milepost.server.stream import named_event
@@ -36,14 +36,13 @@ class Writer:
         request: ResponsesRequest,
         turn: ChatTurn,
         model: str,
-        octets: TokenBytes | None,
         names: Names,
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._request = request
         self._turn = turn
-        self._octets = octets
+        self._octets = turn.octets
         self._names = names
         self._on_end = on_end
         self._blocks = Blocks()
