@@ -51,7 +51,6 @@ MAY_USE = {**CORE, **ANNEXES}
 COMMANDS = {
     "bench": "load",
     "simulate": "simulator",
-    "simulate_fleet": "simulator",
     "simulate_results": "simulator",
     "simulate_settings": "simulator",
 }

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from milepost.cli.display import Screen
-from milepost.cli.simulate_fleet import fleet_table, run_fleet
 from milepost.cli.simulate_results import (
     WIDTH,
+    AnyRow,
     draw_plot,
+    fleet_table,
     goodput_table,
     hits_table,
     require_plot,
@@ -30,23 +31,30 @@ from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import CachePolicy, Pooled
-from milepost.simulator.results import FleetRow, MemoryGib, ResultRow, means, run_row
+from milepost.simulator.results import FleetRow, MemoryGib, fleet_row, means, run_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import faster, reseeded
 from milepost.simulator.trace import Trace, read_trace
 
 DEFAULT_SESSIONS = 100
+DEFAULT_ROUTINGS = ["round-robin", "session", "events"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One replay: a policy, a seed and a size of memory."""
+    """One replay of a trace."""
 
     policy: CachePolicy | Pooled
     seed: int
     gib: float
+    """Memory of each engine."""
+    num_engines: int | None = None
+    """None for one engine, whose row says more than a fleet's."""
+    routing: str = "round-robin"
 
     def __str__(self) -> str:
+        if self.num_engines is not None:
+            return f"{self.num_engines} x {self.routing}"
         return f"{self.policy.name}, {self.gib:g} GiB"
 
 
@@ -75,24 +83,14 @@ def command(screen: Screen) -> Callable[..., None]:
                 read.link_answers()
             bound = read.bound()
 
-        def run(cell: Cell) -> ResultRow:
+        def run(cell: Cell) -> AnyRow:
             with _progress(screen, str(cell), len(read.requests)) as advance:
                 return _row(reseeded(read, cell.seed), cell, settings, cost, bound, advance)
 
-        rows: list[Any]
-        if settings.fleet is not None:
-            closed = _is_closed(read, settings)
-            progress = partial(_progress, screen)
-            rows = list(run_fleet(read, settings, cost, bound, closed=closed, progress=progress))
-        elif settings.target_hit_rate is None:
-            rows = [
-                run(Cell(policy=policy, seed=seed, gib=gib))
-                for gib in settings.sizes
-                for policy in policies
-                for seed in range(settings.seeds)
-            ]
-        else:
+        if settings.target_hit_rate is not None:
             rows = _rows_of_search(settings, policies, run)
+        else:
+            rows = [run(cell) for cell in _cells(settings, policies)]
         _write(rows, screen, settings, bound)
         if settings.plot is not None:
             draw_plot(means(rows), settings.plot, bound)
@@ -112,22 +110,33 @@ def _read(trace: Path, settings: Settings) -> Trace:
     return read_trace(trace, block_size=settings.block_size, limit=settings.limit)
 
 
+def _cells(settings: Settings, policies: Sequence[CachePolicy | Pooled]) -> Iterator[Cell]:
+    """Yields all replays, in the order of their rows."""
+    fleets: Sequence[int | None] = settings.fleet or [None]
+    routings = (settings.routing or DEFAULT_ROUTINGS) if settings.fleet else ["round-robin"]
+    seeds = range(settings.seeds)
+    for num, gib, policy, routing, seed in product(
+        fleets, settings.sizes, policies, routings, seeds
+    ):
+        yield Cell(policy=policy, seed=seed, gib=gib, num_engines=num, routing=routing)
+
+
 def _rows_of_search(
     settings: Settings,
     policies: Sequence[CachePolicy | Pooled],
-    run: Callable[[Cell], ResultRow],
-) -> list[ResultRow]:
+    run: Callable[[Cell], AnyRow],
+) -> list[AnyRow]:
     """Returns each policy's rows for the smallest memory that reaches the target, or for the
     largest one tried."""
     assert settings.target_hit_rate is not None
-    shown: list[ResultRow] = []
+    shown: list[AnyRow] = []
     for policy in policies:
-        tried: dict[float, list[ResultRow]] = {}
+        tried: dict[float, list[AnyRow]] = {}
 
         def hit_rate(
             gib: float,
             policy: CachePolicy | Pooled = policy,
-            tried: dict[float, list[ResultRow]] = tried,
+            tried: dict[float, list[AnyRow]] = tried,
         ) -> float:
             rows = [run(Cell(policy=policy, seed=seed, gib=gib)) for seed in range(settings.seeds)]
             tried[gib] = rows
@@ -145,22 +154,32 @@ def _row(
     cost: CostModel,
     bound: float,
     advance: Callable[[int], None],
-) -> ResultRow:
+) -> AnyRow:
     sizes = cost.split(int(cell.gib * GIB), trace.page_size, settings.max_num_seqs)
-    memory = {"num_pages": sizes[0], "num_slots": sizes[1]}
-    cache = cell.policy.memory(cost, **memory, page_size=trace.page_size)
+    pools: dict[str, Any] = {"num_pages": sizes[0], "num_slots": sizes[1]}
+    shape = Shape(
+        num_engines=cell.num_engines or 1,
+        num_prefill=settings.prefill_engines,
+        limits=settings.limits,
+        bytes_per_s=settings.transfer_gb_s * 1e9,
+    )
     run = Fleet(
         trace,
-        lambda: cache,
+        lambda: cell.policy.memory(cost, **pools, page_size=trace.page_size),
         cost,
-        Shape(limits=settings.limits),
+        shape,
+        routing=cell.routing,
         closed=_is_closed(trace, settings),
         tiers=settings.tiers,
         patience=settings.patience,
     ).run(advance)
     gib = MemoryGib(device=cell.gib, host=settings.host_gib, disk=settings.disk_gib)
-    name = cell.policy.name
-    return run_row(trace, name, run, bound, **memory, memory=gib, seed=cell.seed)
+    common: dict[str, Any] = {"memory": gib, "seed": cell.seed}
+    if cell.num_engines is None:
+        return run_row(trace, cell.policy.name, run, bound, **common, **pools)
+    return fleet_row(
+        trace, cell.policy.name, run, bound, shape=shape, routing=cell.routing, **common
+    )
 
 
 def _is_closed(trace: Trace, settings: Settings) -> bool:

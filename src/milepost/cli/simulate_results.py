@@ -15,8 +15,12 @@ from milepost.cli.display import seconds
 from milepost.errors import ConfigError, missing
 from milepost.simulator.results import GOOD_S, FleetRow, ResultRow
 
+AnyRow = ResultRow | FleetRow
+
 WIDTH = 80
 """Width of tables if the output is not a terminal."""
+_TEXTS = ("policy", "routing", "lost to", "")
+"""Columns of text."""
 
 
 def hits_table(rows: Sequence[ResultRow]) -> Table:
@@ -35,10 +39,10 @@ def hits_table(rows: Sequence[ResultRow]) -> Table:
     return table
 
 
-def goodput_table(rows: Sequence[ResultRow | FleetRow]) -> Table:
+def goodput_table(rows: Sequence[AnyRow]) -> Table:
     """Shows what clients asked and got, as counts of requests."""
     names = ["", "asked", f"in {GOOD_S:g} s", "of all", "retries", "refused", "given up"]
-    table = plain_table(names, ("",))
+    table = _table(names)
     for row in rows:
         name = row.policy if isinstance(row, ResultRow) else f"{row.policy}, {row.routing}"
         cells = [f"{row.asked}", f"{row.good}", f"{100 * row.good / row.requests:.1f} %"]
@@ -57,15 +61,29 @@ def rest_table(rows: Sequence[ResultRow]) -> Table:
     return table
 
 
+def fleet_table(rows: Sequence[FleetRow]) -> Table:
+    """Shows hit rates, times to first token, and how evenly the engines are loaded."""
+    names = ["routing", "engines", "GiB", "hit %", "ttft p50", "p90", "p99", "GPU h", "saved"]
+    names += ["busiest"]
+    has_pools = any(row.prefill_engines for row in rows)
+    table = _table(names + (["moved"] if has_pools else []))
+    for row in rows:
+        pools = f"{row.prefill_engines}+{row.engines - row.prefill_engines}"
+        times = (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)
+        cells = [pools if row.prefill_engines else f"{row.engines}", f"{row.gib:g}"]
+        cells += [f"{100 * row.hit_rate:.2f}"]
+        cells += ["-" if time is None else seconds(time) for time in times]
+        cells += [f"{row.gpu_hours:.2f}", f"{row.gpu_hours_saved:.2f}", f"{row.busiest:.2f}"]
+        cells += [f"{row.moved_bytes / 1e9:.0f} GB"] if has_pools else []
+        table.add_row(row.routing, *cells)
+    return table
+
+
 def _table(names: Sequence[str]) -> Table:
-    return plain_table(names, ("policy", "lost to"))
-
-
-def plain_table(names: Sequence[str], texts: Sequence[str]) -> Table:
-    """Makes a table without lines; all columns except `texts` are numbers."""
+    """Makes a table without lines; all columns except `_TEXTS` are numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
-        is_text = name in texts
+        is_text = name in _TEXTS
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "lost to")
     return table
 
@@ -75,8 +93,6 @@ def _losses(row: ResultRow) -> str:
     largest = sorted(row.lost.items(), key=lambda loss: -loss[1])[:2]
     return ", ".join(f"{name} {100 * count / row.queries:.1f}" for name, count in largest)
 
-
-AnyRow = ResultRow | FleetRow
 
 _STYLES = ("-", "--", ":", "-.")
 
