@@ -4,7 +4,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from milepost.server.responses.endpoint import ResponseStore, StoredResponse
+from milepost.server.responses.store import ResponseStore, StoredResponse
 from milepost.server.responses.protocol import MessageItem
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}

@@ -38,7 +38,6 @@ from milepost.server.protocol import (
     field_names,
 )
 from milepost.server.responses import endpoint as responses
-from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
 from milepost.server.stream import unless_disconnected
@@ -75,12 +74,11 @@ def routed(service: Service) -> FastAPI:
     app.router.redirect_slashes = False  # the gate removes them
     app.router.default = _nowhere
     app.state.large = service.large
-    store = ResponseStore()
     api_docs.add(app)
-    _add_answers(app, service, store)
+    _add_answers(app, service)
     _add_models(app, service)
     _add_anthropic(app, service)
-    _add_responses(app, service, store)
+    _add_responses(app, service)
     operation.add(app, service)
     page = _page(service.config)
     if page is not None:
@@ -95,20 +93,16 @@ async def _nowhere(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
     raise HTTPException(404)
 
 
-def _add_answers(app: FastAPI, service: Service, store: ResponseStore) -> None:
+def _add_answers(app: FastAPI, service: Service) -> None:
     """Adds the endpoints that answer a prompt, or render one."""
-
-    async def respond(_: Service, body: ResponsesRequest, request: Request) -> Response:
-        return await responses.respond(service, store, body, request)
-
     meanings = {"responses": errors.MEANINGS}
     add = partial(_add_answer, app, service)
     add("/v1/completions", CompletionRequest, complete, name="completions", **meanings)
     add("/v1/chat/completions", ChatRequest, chat, name="chat_completions", **meanings)
     add("/invocations", Invocation, _invoke, name="invocations", **meanings)
     add("/v1/messages", MessagesRequest, anthropic.answer, name="messages", **meanings)
-    add("/v1/responses", ResponsesRequest, respond, name="respond", **meanings)
-    for path, body_type, render in rendering.routes(store):
+    add("/v1/responses", ResponsesRequest, responses.respond, name="respond", **meanings)
+    for path, body_type, render in rendering.ROUTES:
         add(path, body_type, render, name=render.__name__)
     few = {status: errors.MEANINGS[status] for status in (400, 404)}
     add("/tokenize", TokenizeRequest, rendering.tokenize, name="tokenize", responses=few)
@@ -165,22 +159,24 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
         return await anthropic.count_tokens(service, body, request)
 
 
-def _add_responses(app: FastAPI, service: Service, store: ResponseStore) -> None:
+def _add_responses(app: FastAPI, service: Service) -> None:
+    store, owner_of = service.responses, responses.owner_of
+
     @app.post("/v1/responses/input_tokens", responses=errors.MEANINGS)
     @for_clients
     async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
         service.unknown.settle(body, request.scope)
-        return await responses.count_tokens(service, store, body, request)
+        return await responses.count_tokens(service, body, request)
 
     @app.get("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     @for_clients
     async def stored(id_: str, request: Request) -> dict[str, Any]:
-        return responses.find(store, request, id_).body
+        return store.find(owner_of(request), id_).body
 
     @app.get("/v1/responses/{id_}/input_items", responses={404: errors.MEANINGS[404]})
     @for_clients
     async def input_items(id_: str, request: Request) -> dict[str, Any]:
-        items = responses.find(store, request, id_).input_items
+        items = store.find(owner_of(request), id_).input_items
         ids = [item["id"] for item in items]
         ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
         return {"object": "list", "data": items, **ends}
@@ -188,7 +184,8 @@ def _add_responses(app: FastAPI, service: Service, store: ResponseStore) -> None
     @app.delete("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     @for_clients
     async def delete(id_: str, request: Request) -> dict[str, Any]:
-        return responses.delete(store, request, id_)
+        store.delete(owner_of(request), id_)
+        return {"id": id_, "object": "response", "deleted": True}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

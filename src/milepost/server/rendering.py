@@ -27,7 +27,6 @@ from milepost.server.protocol import (
     TokenizeRequest,
 )
 from milepost.server.responses import endpoint as responses
-from milepost.server.responses.endpoint import ResponseStore
 from milepost.server.responses.protocol import ResponsesRequest
 from milepost.server.service import Service
 
@@ -84,35 +83,36 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int]
     return list(rendered.token_ids), list(rendered.cache_marks)
 
 
-def routes(store: ResponseStore) -> Sequence[tuple[str, Any, Any]]:
-    """Returns path, type of the body and handler of each /render, with vLLM's bodies and
-    answers."""
+async def render_completion(
+    service: Service, body: CompletionRequest, request: Request
+) -> Response:
+    """Returns the prompts of a completion."""
+    model = service.check_model(body.model)
+    prompts, params = await completions.asked(service, body)
+    for prompt in prompts:
+        service.check(prompt, params, "prompt")
+    id_ = conversation.response_id("cmpl", body, request)
+    return json_response([_rendered(prompt, body, model, id_) for prompt in prompts])
 
-    async def render_completion(
-        service: Service, body: CompletionRequest, request: Request
-    ) -> Response:
-        model = service.check_model(body.model)
-        prompts, params = await completions.asked(service, body)
-        for prompt in prompts:
-            service.check(prompt, params, "prompt")
-        id_ = conversation.response_id("cmpl", body, request)
-        return json_response([_rendered(prompt, body, model, id_) for prompt in prompts])
 
-    async def render_chat(service: Service, body: ChatRequest, request: Request) -> Response:
-        return await _render(service, body, request, field="messages", fits_max_tokens=False)
+async def render_chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    """Returns the prompt of a chat."""
+    return await _render(service, body, request, field="messages", fits_max_tokens=False)
 
-    async def render_response(
-        service: Service, body: ResponsesRequest, request: Request
-    ) -> Response:
-        service.check_model(body.model)
-        _, _, converted = await responses.chat_of(service, store, body, request)
-        return await _render(service, converted.chat, request, field="input", fits_max_tokens=True)
 
-    return [
-        ("/v1/completions/render", CompletionRequest, render_completion),
-        ("/v1/chat/completions/render", ChatRequest, render_chat),
-        ("/v1/responses/render", ResponsesRequest, render_response),
-    ]
+async def render_response(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    """Returns the prompt of a response."""
+    service.check_model(body.model)
+    _, _, converted = await responses.chat_of(service, body, request)
+    return await _render(service, converted.chat, request, field="input", fits_max_tokens=True)
+
+
+ROUTES: Sequence[tuple[str, Any, Any]] = (
+    ("/v1/completions/render", CompletionRequest, render_completion),
+    ("/v1/chat/completions/render", ChatRequest, render_chat),
+    ("/v1/responses/render", ResponsesRequest, render_response),
+)
+"""Path, type of the body and handler of each /render, with vLLM's bodies and answers."""
 
 
 async def _render(

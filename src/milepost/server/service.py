@@ -37,6 +37,7 @@ from milepost.server.messages import check_template_kwargs, for_template, variab
 from milepost.server.metrics import RequestMetrics
 from milepost.server.parsing.answer import find_format, reasoning_tokens, special_tags
 from milepost.server.protocol import ChatRequest, TokenizeRequest
+from milepost.server.responses.store import ResponseStore
 from milepost.server.stats import ShortPrompts
 from milepost.server.tracing import open_tracing
 from milepost.server.unknown import UnknownFields
@@ -95,6 +96,7 @@ class Service:
         self._token_bytes: TokenBytes | None = None
         self._images = Preparer.of(client.config, client.info.images, client.limits)
         self.large = LargeWork()
+        self.responses = ResponseStore()
         self.is_closing = False
         self.is_asleep = False
         special = None
