@@ -157,6 +157,16 @@ def test_what_would_change_the_answer_is_refused_by_name(http, name, value):
         assert "structured_outputs" in error["message"]
 
 
+def test_an_old_name_beside_the_new_one_is_named_and_left(http):
+    """guidance sends both, since each version of vLLM reads one of them."""
+    grammar = "start: /b{3}/"
+    both = {"guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
+    response = complete(http, **both, guided_decoding_backend="guidance")
+    assert text_of(response) == "bbb"
+    ignored = response.headers["x-milepost-ignored"].split(", ")
+    assert set(ignored) == {"guided_grammar", "guided_decoding_backend"}
+
+
 def test_what_an_answer_may_not_have(http):
     (letter,) = http.post("/tokenize", json={"prompt": "a"}).json()["tokens"]
     likes = {"logit_bias": {str(letter): 100}}

@@ -21,9 +21,14 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    ValidationInfo,
     WrapValidator,
 )
-from pydantic_core.core_schema import CoreSchema, no_info_plain_validator_function
+from pydantic_core.core_schema import (
+    CoreSchema,
+    no_info_plain_validator_function,
+    with_info_plain_validator_function,
+)
 
 from milepost.server.bodies import STOP_AT_FIRST
 
@@ -109,6 +114,27 @@ class Unread:
         if value is None or value in ("", [], {}):
             return False
         return not _is_one_of(value, self._asks_nothing)
+
+
+class Renamed(Unread):
+    """Marks a field that was renamed. Clients that send both names mean the new one, which
+    `replacement` names (`field.member`); the old one alone is refused."""
+
+    def __init__(self, replacement: str) -> None:
+        super().__init__()
+        self._replacement = replacement
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return with_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _: Any, __: Any) -> dict[str, Any]:
+        return {"description": f"Not supported; use {self._replacement}."}
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        field = self._replacement.partition(".")[0]
+        if value is not None and info.data.get(field) is None:
+            raise ValueError(f"use {self._replacement}")
+        return value
 
 
 def _is_one_of(value: Any, others: tuple[Any, ...]) -> bool:

@@ -20,6 +20,7 @@ from milepost.server.fields import (
     Many,
     Only,
     Positive,
+    Renamed,
     StopText,
     TokenId,
     TokenIds,
@@ -81,8 +82,7 @@ class Sampling(AnswerFields):
     return_tokens_as_token_ids: bool | None = None
     """Writes the tokens of `logprobs` as `token_id:5` rather than as text."""
     prompt_logprobs: Alternatives | None = None
-    """Returns log-probabilities of the prompt's tokens, with this many alternatives; not in
-    streams."""
+    """Log-probabilities of the prompt's tokens, with this many alternatives; not in streams."""
 
     # Meant for the service rather than the model.
     store: Annotated[bool | None, Unread(False)] = None
@@ -96,10 +96,10 @@ class Sampling(AnswerFields):
     logprob_token_ids: Annotated[Any, Only([])] = None
     repetition_detection: Annotated[Any, Only()] = None
     prompt_embeds: Annotated[Any, Only()] = None
-    guided_json: Annotated[Any, Only(hint="use structured_outputs.json")] = None
-    guided_regex: Annotated[Any, Only(hint="use structured_outputs.regex")] = None
-    guided_choice: Annotated[Any, Only(hint="use structured_outputs.choice")] = None
-    guided_grammar: Annotated[Any, Only(hint="use structured_outputs.grammar")] = None
+    guided_json: Annotated[Any, Renamed("structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Renamed("structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Renamed("structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Renamed("structured_outputs.grammar")] = None
     guided_decoding_backend: Annotated[Any, Unread()] = None
     guided_whitespace_pattern: Annotated[Any, Only()] = None
     structural_tag: Annotated[Any, Only()] = None
