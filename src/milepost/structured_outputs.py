@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from milepost.errors import InvalidRequestError
 from milepost.vllm_keywords import STRUCTURED, with_vllm_keywords
 
+MAX_LEN = 2**18
+"""Largest length of a form that is compiled, in characters."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
@@ -50,7 +53,10 @@ class StructuredOutputs:
     @property
     def as_text(self) -> StructuredOutputs:
         """Returns the form with its schema as text: numbers in a mapping may be too large to send.
-        Raises InvalidRequestError for a mapping that is not JSON."""
+        Raises InvalidRequestError for a mapping that is not JSON, and for a form that is longer
+        than MAX_LEN."""
+        if _is_longer([self.json, self.regex, self.choice, self.grammar], MAX_LEN):
+            raise InvalidRequestError(f"{self.field}: use {MAX_LEN} or fewer characters")
         if not isinstance(self.json, Mapping):
             return self
         try:
@@ -60,6 +66,25 @@ class StructuredOutputs:
 
     def _refuse(self, name: str, value: object, instead: str) -> NoReturn:
         raise InvalidRequestError(f"{self.field}: {name}={value!r}: use {instead}")
+
+
+def _is_longer(value: Any, limit: int) -> bool:
+    """Returns whether a value is certainly longer than this as JSON. Nothing is written out, and no
+    more is read than the limit: a body may hold millions of values."""
+    todo = [value]
+    while todo and limit >= 0:
+        item = todo.pop()
+        if isinstance(item, str):
+            limit -= len(item)
+        elif isinstance(item, Mapping):
+            limit -= 6 * len(item)  # "": , of each
+            todo += [*item, *item.values()] if limit >= 0 else ()
+        elif isinstance(item, Sequence):
+            limit -= 2 * len(item)
+            todo += item if limit >= 0 else ()
+        else:
+            limit -= 1
+    return limit < 0
 
 
 StructuredOutputs.__init__ = with_vllm_keywords(STRUCTURED)(  # type: ignore[method-assign]

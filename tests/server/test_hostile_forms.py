@@ -4,7 +4,11 @@ import json
 
 import pytest
 
+from milepost.errors import InvalidRequestError
+from milepost.server.config import ServerConfig
+from milepost.structured_outputs import StructuredOutputs
 from tests.server.conftest import serving
+from tests.server.inprocess import answered
 
 
 def patterns(number):
@@ -20,6 +24,32 @@ def optional(number):
 
 def required(number):
     return {**optional(number), "required": [f"key{i}" for i in range(number)]}
+
+
+class Unread(list):
+    """As many values as a body may have: reading them would hold everybody else up."""
+
+    def __len__(self):
+        return 2**21
+
+    def __iter__(self):
+        raise AssertionError("it was read")
+
+
+@pytest.mark.parametrize("schema", [{"enum": Unread()}, {"a": {"b": [{}, Unread()]}}])
+def test_a_form_that_is_too_long_is_not_written_out(schema):
+    for form in (StructuredOutputs(json=schema), StructuredOutputs(regex="a" * 2**18 + "b")):
+        with pytest.raises(InvalidRequestError, match="use 262144 or fewer characters"):
+            _ = form.as_text
+    assert StructuredOutputs(json={"enum": ["a", 1]}).as_text.json == '{"enum": ["a", 1]}'
+
+
+def test_choices_are_counted_before_they_are_read():
+    form = {"choice": ["a"] * (2**16 + 1)}
+    body = {"prompt": "a", "structured_outputs": form}
+    error = answered(ServerConfig(), "/v1/completions", body).json()["error"]
+    assert error["param"] == "structured_outputs.choice"
+    assert "65536" in error["message"]
 
 
 def asked(http, schema, **options):

@@ -232,12 +232,15 @@ class ResponseFormat(Body):
         return with_type("json_schema", self)
 
 
+MAX_CHOICES = 2**16
+
+
 class StructuredOutputsField(Body):
     """vLLM's field: exactly one form of the answer."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Many[str] | None = None
+    choice: Annotated[Many[str], Field(max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
     """A grammar in llguidance's dialect of Lark."""
     json_object: bool | None = None

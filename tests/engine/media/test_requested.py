@@ -9,7 +9,7 @@ from milepost.engine.media import Given, ImageFacts, VideoFacts, facts_for, imag
 from milepost.engine.media.prepared import Unprepared
 from milepost.errors import InvalidPromptError, InvalidRequestError
 from milepost.images import FrameSampling, ImageSettings
-from milepost.images.settings import ImageTiling
+from milepost.images.settings import MAX_FRAMES, ImageTiling
 
 IMAGES = ImageSettings(min_pixels=2**16, max_pixels=2**22)
 VIDEOS = ImageSettings(min_pixels=4096, max_pixels=2**23)
@@ -129,6 +129,9 @@ def test_an_image_with_a_limit_of_its_own_is_not_cut():
 def test_long_lists_in_parts_of_messages_are_named_not_written_out():
     video = Given({"frames": ["x"], "times": UNWRITTEN, "fps": UNWRITTEN}, is_video=True)
     with pytest.raises(InvalidPromptError, match="times=a Unwritten and fps=a Unwritten: use"):
+        Unprepared.of(video, ["x"], FACTS)
+    video = Given({"frames": ["x"], "times": [0.0] * (MAX_FRAMES + 1)}, is_video=True)
+    with pytest.raises(InvalidPromptError, match="times=a list and fps=None: use one time"):
         Unprepared.of(video, ["x"], FACTS)
     part = {"type": "image_url", "image_url": {"url": "x", "detail": UNWRITTEN}}
     with pytest.raises(InvalidPromptError, match="detail='a Unwritten': use auto"):

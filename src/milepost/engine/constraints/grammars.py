@@ -23,10 +23,8 @@ from functools import cache
 from typing import Any, Final
 
 from milepost.errors import ConfigError, InvalidRequestError, missing
-from milepost.structured_outputs import StructuredOutputs
+from milepost.structured_outputs import MAX_LEN, StructuredOutputs
 
-MAX_GRAMMAR_LEN = 2**18
-"""Largest length of a form, in characters."""
 MAX_KNOWN = 128
 """Number of compiled forms to keep."""
 MAX_KNOWN_LEN = 2**19
@@ -99,8 +97,8 @@ def grammar_of(wanted: StructuredOutputs) -> str:
     """Returns a constraint as a grammar of llguidance. Raises InvalidRequestError."""
     try:
         kind, text = _text_of(wanted)
-        if len(text) > MAX_GRAMMAR_LEN:
-            raise ValueError(f"it has {len(text)} characters: use {MAX_GRAMMAR_LEN} or fewer")
+        if len(text) > MAX_LEN:
+            raise ValueError(f"it has {len(text)} characters: use {MAX_LEN} or fewer")
         matcher = llguidance().LLMatcher
         if kind == "json":
             return str(matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS))
@@ -115,7 +113,7 @@ def _text_of(wanted: StructuredOutputs) -> tuple[str, str]:
     if wanted.json is not None:
         schema = wanted.json
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        if '"format"' in text and len(text) <= MAX_GRAMMAR_LEN:
+        if '"format"' in text and len(text) <= MAX_LEN:
             text = json.dumps(without_unknown_formats(json.loads(text)))
         return "json", text
     if wanted.regex is not None:

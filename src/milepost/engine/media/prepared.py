@@ -178,8 +178,8 @@ def _times_of(source: Mapping[str, Any], count: int) -> tuple[float, ...]:
     fps: Any = source.get("fps")
     if times is None and is_number(fps) and fps > 0:
         return tuple(index / fps for index in range(count))
-    is_list = isinstance(times, list | tuple) and all(map(is_number, times))
-    if not is_list or any(not 0 <= each < 1e6 for each in times):
+    is_list = isinstance(times, list | tuple) and len(times) <= MAX_FRAMES
+    if not is_list or not all(map(is_number, times)) or any(not 0 <= each < 1e6 for each in times):
         raise InvalidPromptError(
             f"a video of {count} frames with times={shown(times)} and fps={shown(fps)}: use one "
             "time for each, in seconds, or the frames a second"
