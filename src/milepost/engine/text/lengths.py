@@ -111,15 +111,28 @@ BYTE_LEVEL = _byte_level()
 for themselves, and those from 256 on for the others (GPT-2's vocabulary, and all since)."""
 
 
+_PLAIN = {int, float, bool, type(None)}
+
+
 def text_length(value: Any) -> int:
-    """Returns the length of all texts in a value."""
+    """Returns the length of all texts in a value, with one for each number. Lists of numbers or
+    texts, which may have millions of items, are not walked one by one: an event loop may wait for
+    this."""
     length, todo = 0, [value]
     while todo:
         item = todo.pop()
         if isinstance(item, str):
             length += len(item)
         elif isinstance(item, Mapping):
-            todo += [*item, *item.values()]
+            todo += (list(item), list(item.values()))
         elif isinstance(item, list | tuple):
-            todo += item
+            kinds = set(map(type, item))
+            if kinds == {str}:
+                length += sum(map(len, item))
+            elif kinds <= _PLAIN:
+                length += len(item)
+            else:
+                todo += item
+        elif type(item) in _PLAIN:
+            length += 1
     return length
