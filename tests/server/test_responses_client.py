@@ -4,8 +4,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from milepost.server.responses.store import ResponseStore, StoredResponse
 from milepost.server.responses.protocol import MessageItem
+from milepost.server.responses.store import ResponseStore, StoredResponse
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
 TOOL = {
