@@ -155,21 +155,18 @@ class Admission:
             turn.num_passed_over += 1
             return False
         offer = self._offer(request, match)
-        if offer is not None:
-            if offer.position > match.state_length:
-                if not self._begin_loading(request, match, turn, offer):
-                    turn.num_looks += 1
-                    return self._pass_over(request, turn, has_room=request.held_until_s is not None)
-                return not request.is_loading
-            match = explained(match, offer)
-        if not budget.can_begin(request.num_tokens - match.state_length):
+        if offer is not None and offer.position > match.state_length:
+            is_begun = self._begin_loading(request, match, turn, offer)
+        elif budget.can_begin(request.num_tokens - match.state_length):
+            is_begun = self._admit(request, explained(match, offer), turn)
+        else:
             turn.num_looks += 1
             self._waiting.refresh(request, match)
             return self._pass_over(request, turn)
-        if not self._admit(request, match, turn):
-            turn.num_looks += 1
-            return self._pass_over(request, turn, has_room=request.held_until_s is not None)
-        return True
+        if is_begun:
+            return not request.is_loading
+        turn.num_looks += 1
+        return self._pass_over(request, turn, has_room=request.held_until_s is not None)
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
         """Returns the best offer of a source, if there is any."""

@@ -223,9 +223,9 @@ class Outside:
         return self._keeper.take_stores(num_moves) if self._keeper is not None else ()
 
 
-def explained(match: Match, offer: Offer) -> Match:
+def explained(match: Match, offer: Offer | None) -> Match:
     """Returns the match with a report that says why tokens of a source are not loaded."""
     report = match.report
-    for reason, end in offer.lost:
+    for reason, end in offer.lost if offer is not None else ():
         report = report.with_lost(reason, end)
     return replace(match, report=report)
