@@ -24,7 +24,7 @@ from milepost.kernels.platform.tensors import accumulation_dtype
 from milepost.parallel import Ranks
 from milepost.runner.pool_shape import PoolShape
 
-ORDERS = 3
+ORDERS = 4
 """Version of the orders that the tables do not state: tiles, steps of attention, blocks of rows in
 the references. Any change of those gets a new number."""
 
