@@ -155,12 +155,11 @@ def _read(pointer):
 
 @gluon.jit
 def share_down(num_blocks, SHAPE: gl.constexpr):
-    """Returns a program's units of the down projection, for `find_down`, and their number. A block
-    of rows has `tiles` units of the up projection, each worth RATIO of its `columns` of the down
-    projection.
+    """Returns a program's share of the down projection, for `find_down`, and its number of units.
 
-    Units of the up projection go round, and some programs have one less than others: first these
-    get as much of the down projection instead. The rest goes round again."""
+    Units of the up projection are dealt to the programs in turn, so some programs have one less
+    than others. These first get as much work of the down projection instead, RATIO units. The rest
+    is dealt to all programs in turn."""
     RATIO: gl.constexpr = SHAPE.inputs // SHAPE.size
     program, stride = gl.program_id(0), gl.num_programs(0)
     num_units = num_blocks * SHAPE.columns

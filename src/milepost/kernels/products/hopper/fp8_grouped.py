@@ -188,9 +188,9 @@ def _multiply(
     p_first, APART: gl.constexpr, p_row, stride, number, turn, is_tall, stages,
     OWN: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Returns both parts' products [HALF, BLOCK] of a tile, whose scales are at `p_first` and APART
-    from it; those of its rows at `p_row`, step by step `stride` apart. `turn` counts the products
-    of tiles in which both groups have rows, `is_tall`."""
+    """Returns both parts' products [HALF, BLOCK] of a tile. Its scales are at `p_first` and APART
+    from there, those of its rows at `p_row`, with `stride` between steps. `turn` counts the
+    products of tiles in which both groups have rows (`is_tall`)."""
     PARTS: gl.constexpr = SHAPE.parts
     bars = stages.bars
     p_second = p_first + APART
@@ -222,8 +222,8 @@ def _multiply(
 
 @gluon.jit
 def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
-    """Returns the product, which is begun after the other group has begun its own. Begun at once,
-    both would end at once, and the tensor cores would wait."""
+    """Multiplies after the other group has begun its own product. If both began at once, they would
+    end at once, and the tensor cores would wait."""
     nothing = gl.zeros([_HALF, _BLOCK], gl.float32, layout=_RESULT)
     mbarrier.wait(turns.index(OWN), (turn & 1) ^ (1 - OWN), pred=is_tall)
     product = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
@@ -233,8 +233,8 @@ def _multiply_in_turn(left, right, turns, turn, is_tall, OWN: gl.constexpr):
 
 @gluon.jit
 def _add_here(total, product, scale):
-    """Returns `total` plus rows of `product` times their scales. Without the move the compiler
-    postpones the sum past the next product, and has no registers for two."""
+    """Returns `total` plus rows of `product` times their scales. The move keeps the sum in its
+    place: the compiler would postpone it past the next product, and has no registers for two."""
     total += product * scale[:, None]
     return gl.inline_asm_elementwise(
         "mov.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1

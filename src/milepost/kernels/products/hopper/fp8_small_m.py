@@ -133,8 +133,8 @@ def _add_up(stages, pointers, number, PART: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _together(SHAPE):
-    """Returns how many steps have no pause between them. The compiler would wait for a product that
-    goes on from one turn of a loop to the next."""
+    """Returns the number of steps that a turn of the loop multiplies without a pause. Where a turn
+    ends, the compiler waits for all products."""
     if SHAPE.block_m * SHAPE.mma_n // 2 > _MOST_AHEAD:
         return 1
     return next(num for num in (4, 2, 1) if SHAPE.steps % num == 0)

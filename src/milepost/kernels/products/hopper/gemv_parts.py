@@ -80,16 +80,16 @@ def operand_layout(operand=0):
 
 @gluon.jit
 def rows_of(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns the output within the program and the part of loaded weights, or of products, [ROWS *
-    PARTS]."""
+    """Returns the output within the program, and the part, of each row of loaded weights or of
+    products [ROWS * PARTS]."""
     o_m = gl.arange(0, ROWS * _PARTS, gl.SliceLayout(1, LAYOUT))
     return o_m // (_TILE * _PARTS) * _TILE + o_m % _TILE, o_m // _TILE % _PARTS
 
 
 @gluon.jit
 def load_blocks(starts, FIRST: gl.constexpr, SHAPE: gl.constexpr):
-    """Loads as many blocks as a thread holds, or as there are, from the FIRST of each row on;
-    `starts` are addresses [ROWS * PARTS] for each of B blocks."""
+    """Loads as many blocks as a thread holds, or as are left, from a row's FIRST block on. `starts`
+    has the addresses [ROWS * PARTS] of each of B blocks."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, operand_layout())
     o_k = gl.arange(0, _BLOCK, LAYOUT)[None, :]
     LAST: gl.constexpr = min(FIRST + SHAPE.held, SHAPE.part_blocks)
@@ -101,8 +101,8 @@ def load_blocks(starts, FIRST: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def keep_row(p_x, SHAPE: gl.constexpr):
-    """Stores the row at `p_x` in shared memory as it is multiplied, B times [PARTS, K], and its
-    blocks' scales, B times [PARTS]."""
+    """Rounds the row at `p_x` to FP8 and stores it in shared memory: the numbers, B times [PARTS,
+    K], and their blocks' scales, B times [PARTS]."""
     kept, kept_scales = keep_blocks(load_row(p_x, SHAPE))
     thread_barrier()
     return kept, kept_scales
@@ -125,7 +125,8 @@ def load_row(p_x, SHAPE: gl.constexpr):
 
 @gluon.jit
 def keep_blocks(blocks):
-    """Does `keep_row` for blocks that `load_row` returned; others may read it after a barrier."""
+    """Rounds and stores the blocks that `load_row` returned, as `keep_row` does. Other threads may
+    read them after a barrier."""
     kept, scales = (), ()
     for b in gl.static_range(len(blocks)):
         # Separate allocations, since stores to parts of one allocation wait for each other.
@@ -141,8 +142,8 @@ def keep_blocks(blocks):
 
 @gluon.jit
 def multiply_blocks(held, starts, kept, kept_scales, scales, SHAPE: gl.constexpr):
-    """Returns the outputs [ROWS / TILE, TILE] of a program. `held` are the first blocks; as many
-    are loaded while others are multiplied. Each block has `scales` [ROWS * PARTS]."""
+    """Returns the outputs [ROWS / TILE, TILE] of a program. `held` are the first blocks; while
+    blocks are multiplied, as many are loaded. Each block has `scales` [ROWS * PARTS]."""
     SIZE: gl.constexpr = scales[0].shape[0]
     B: gl.constexpr = SHAPE.part_blocks
     HELD: gl.constexpr = SHAPE.held
@@ -160,7 +161,7 @@ def multiply_blocks(held, starts, kept, kept_scales, scales, SHAPE: gl.constexpr
 
 @gluon.jit
 def own_products(acc, part):
-    """Returns the products of each `part` with its own column."""
+    """Returns the products of each `part` of the weights with the same part of the row."""
     column = gl.arange(0, 8, gl.SliceLayout(0, PRODUCTS))
     return gl.sum(gl.where(column[None, :] == part[:, None], acc, 0.0), 1)
 

@@ -36,8 +36,8 @@ _BLOCK = gl.constexpr(BLOCK)
 
 
 class GroupedStages(NamedTuple):
-    """Shared memory: inputs [2 * STAGES, ...], halves of the rows in FP8 and of a step in int4, and
-    weights [PARTS * STAGES, BLOCK, ...]. Barriers: loaded stages, then used ones."""
+    """A ring in shared memory: inputs [2 * STAGES, ...], halves of the rows in FP8 and of a step in
+    int4, weights [PARTS * STAGES, BLOCK, ...], and barriers."""
 
     inputs: Any
     weights: Any
@@ -214,8 +214,8 @@ def find_block(work, block):
 def _produce(
     FIND: gl.constexpr, COPY: gl.constexpr, stages, work, rows, weight, SHAPE: gl.constexpr
 ):
-    """Loads every step of every tile as soon as there is room. Copies of gathered rows are waited
-    for a step later: TMA's signal for weights can't wait for them."""
+    """Loads every step of every tile as soon as there is room. TMA signals its own copies alone, so
+    those of gathered rows are waited for, and signalled, a step later."""
     STAGES: gl.constexpr = SHAPE.stages
     bars, number = stages.bars, 0
     for index in range(gl.program_id(0), work.num_tiles, gl.num_programs(0)):
@@ -278,7 +278,8 @@ def _load_weights(stages, weight, rows, row, found, step, stage, SHAPE: gl.const
 
 @gluon.jit
 def _load_rows(stages, rows, found, step, stage, SHAPE: gl.constexpr):
-    """Loads a step of rows that lie by block by TMA; blocks of few rows have no second box."""
+    """Loads a step of a block's rows, which are adjacent, by TMA. Blocks of few rows have no second
+    box."""
     BOX: gl.constexpr = rows.block_type.shape[0]
     WIDTH: gl.constexpr = rows.block_type.shape[1]
     PIECES: gl.constexpr = _BLOCK // WIDTH

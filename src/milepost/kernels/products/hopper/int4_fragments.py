@@ -64,7 +64,8 @@ def halve_steps(num_inputs, group, apart):
 
 @gluon.constexpr_function
 def _inputs_of(lane):
-    """Returns the inputs that a thread has, and those by which four threads differ."""
+    """Returns a layout's bases of the inputs that a thread has, and of those by which four threads
+    differ."""
     wide = lane if lane < HALF else 8
     return [[0, 1], [0, 2], [0, 4], [0, wide]], [[0, lane // 4], [0, lane // 2]]
 
@@ -116,8 +117,8 @@ def load_scales(own, place, step, HALVES: gl.constexpr):
 
 @gluon.jit
 def multiply(stages, held, own, place, next_place, number, HALVES: gl.constexpr):
-    """Returns both parts' products [N, M] of a unit, and the next unit's first scales. The unit's
-    first step is the program's step `number` and has the scales `held`."""
+    """Returns both parts' products [N, M] of a unit, and the scales of the next unit's first step.
+    `held` are the scales of this unit's first step, which is the program's step `number`."""
     first = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     second = gl.zeros([_HALF, _M], gl.float32, PRODUCTS)
     # Registers have room for words of four scales for three blocks, not for four.
@@ -180,8 +181,8 @@ def _load_rows(inputs, first, HALVES: gl.constexpr):
 
 @gluon.jit
 def _in_turn(values, LANE: gl.constexpr):
-    """Orders inputs as both operands are multiplied: 4 side by side are a thread's in one product.
-    Returns them in pieces of a lane."""
+    """Puts inputs in the order in which both operands are multiplied: a thread has 4 adjacent ones
+    in a product. Returns pieces of a lane each."""
     HEIGHT: gl.constexpr = values.shape[0]
     parts = gl.reshape(values, [HEIGHT, _HALF // LANE, 4, LANE // 16, 2, 2])
     values = gl.reshape(gl.permute(parts, (0, 1, 3, 4, 2, 5)), [HEIGHT, _HALF])
@@ -198,20 +199,20 @@ def _reverse(values):
 
 @gluon.jit
 def reversed_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns the line that is in each place: the last three bits are in the other order."""
+    """Returns the line that stands in each place: its last three bits are reversed."""
     at = gl.arange(0, SIZE, LAYOUT)
     return (at & -8) + (at & 1) * 4 + (at & 2) + (at // 4 & 1)
 
 
 @gluon.jit
 def outputs_of(LAYOUT: gl.constexpr):
-    """Returns the output that each product [N] is."""
+    """Returns the output of each row of products [N]."""
     return reversed_of(_HALF, LAYOUT)
 
 
 @gluon.jit
 def rows_of(LAYOUT: gl.constexpr, HALVES: gl.constexpr):
-    """Returns the row that each product [M] is of."""
+    """Returns the token's row of each column of products [M]."""
     if HALVES.lane == _HALF:
         return gl.arange(0, _M, LAYOUT)
     else:

@@ -147,9 +147,9 @@ def _make_tile(
     WIDTH: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Multiplies a tile's first WIDTH rows and stores what they make; returns the next tile's first
-    words of scales, of a TYPE. `scaled` are the first ones, and pointers to the tile's and the next
-    one's."""
+    """Multiplies a tile's first WIDTH rows and stores the outputs. Returns words of scales, of a
+    TYPE, of the next tile's first step. `scaled` has those of this tile's first step, and pointers
+    to all words of both tiles."""
     held, own, next_own = scaled
     first_row, end, column, number = tile
     if not SHAPE.is_up:
@@ -214,11 +214,11 @@ def _multiply(
     WIDTH: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Returns both parts' products [N, WIDTH] of a tile, whose first step has the `number` among a
-    program's and the words of scales `held`; those of later ones are at `own`.
+    """Returns both parts' products [N, WIDTH] of a tile. Its first step is the program's step
+    `number` and has the words of scales `held`; `own` points to all of them.
 
-    What the tensor cores read from registers must be there before they begin, and they are waited
-    for before more is: ptxas lets nothing else overlap."""
+    While a quarter of a step is multiplied, the next one is unpacked. Two products are never under
+    way at once: ptxas waits for one whose operand is in registers."""
     inputs, weights, bars = stages.inputs, stages.weights, stages.bars
     STEPS: gl.constexpr = SHAPE.steps
     dtype: gl.constexpr = inputs.dtype

@@ -40,8 +40,8 @@ def scales_each(group):
 
 @gluon.jit
 def as_words(pointer, COUNT: gl.constexpr):
-    """Returns a pointer to words of COUNT numbers each: the compiler would hold each number in a
-    register of its own."""
+    """Returns a pointer to words of COUNT numbers each. Loaded one by one, each number would take a
+    register."""
     if COUNT == 1:
         return pointer
     else:

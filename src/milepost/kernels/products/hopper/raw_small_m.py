@@ -111,8 +111,8 @@ def _find_units(SHAPE: gl.constexpr):
 
 @gluon.jit
 def begin_beside(stages, boxes, SHAPE: gl.constexpr):
-    """Starts to load the first raw weights if the program has none of FP8; returns for how many
-    steps."""
+    """Starts to load the first raw weights if the program has no FP8 units. Returns the number of
+    steps that are under way."""
     STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
     own, unit, end = _find_units(SHAPE)
     num_begun = gl.where((own == 0) & (unit < end), min(STEPS, SHAPE.stages), 0)
@@ -123,8 +123,8 @@ def begin_beside(stages, boxes, SHAPE: gl.constexpr):
 
 @gluon.jit
 def produce_beside(stages, boxes, num_begun, SHAPE: gl.constexpr):
-    """Loads the steps of the raw units after those of FP8 weights; the first `num_begun` steps of
-    weights are already on their way."""
+    """Loads the raw units after those of FP8 weights. Weights of the first `num_begun` steps are
+    already under way."""
     STEPS: gl.constexpr = SHAPE.inputs // (_parts_of(boxes.raw_rows.block_type.shape[0]) * _MMA_M)
     own, first, end = _find_units(SHAPE)
     number = own * SHAPE.steps

@@ -71,8 +71,8 @@ class SmallBoxes(NamedTuple):
 
 
 class SmallStages(NamedTuple):
-    """Inputs [STAGES * LINES, BLOCK_M, K], weights [STAGES * LINES, MMA_N, K] and rows' scales
-    [STAGES, 1, at least BLOCK_M] in shared memory, and barriers: loaded stages, then used ones."""
+    """A ring in shared memory: inputs [STAGES * LINES, BLOCK_M, K], weights [STAGES * LINES, MMA_N,
+    K], barriers, and rows' scales [STAGES, 1, at least BLOCK_M] or None."""
 
     inputs: Any
     weights: Any
@@ -171,8 +171,8 @@ def _open_stages(rows, weight, SHAPE: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def produce(stages, boxes, SHAPE: gl.constexpr):
-    """Loads every step as soon as there is room: first the weights of those that fit, then, once
-    there are any, their inputs."""
+    """Loads every step as soon as there is room. The weights of the first steps are loaded before
+    the inputs exist, which are waited for."""
     STAGES: gl.constexpr = SHAPE.stages
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_units = (SHAPE.tiles * SHAPE.split_k - first + stride - 1) // stride
@@ -220,7 +220,8 @@ def _fetch_weights(stages, boxes, tile, step, stage, SHAPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _row_of(output, N, SHAPE):
-    """Returns an output's row in a stage if the first group of warps has N outputs."""
+    """Returns the row of a stage that holds an output, where the first group of warps has N
+    outputs."""
     return output if output < N else SHAPE.mma_n // 2 + output - N
 
 
@@ -248,7 +249,8 @@ def _fetch_inputs(stages, boxes, step, stage, SHAPE: gl.constexpr):
 def store(
     product, values, unit, inside, END: gl.constexpr, ACROSS: gl.constexpr, SHAPE: gl.constexpr
 ):
-    """Stores a unit's results: outputs `inside` its tile before END, and tokens ACROSS them."""
+    """Stores a unit's results for all tokens, which are along the dimension ACROSS. `inside` are
+    the outputs within the tile; those from END on are dropped."""
     TOKENS: gl.constexpr = gl.SliceLayout(1 - ACROSS, values.type.layout)
     row = gl.expand_dims(gl.arange(0, values.shape[ACROSS], layout=TOKENS), 1 - ACROSS)
     column = unit % SHAPE.tiles * SHAPE.block_n + inside
