@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,23 +67,20 @@ begin; with fewer of both, the portable kernel is as fast."""
 def cut_raw(product: Product, chip: Chip) -> RawTiles | None:
     """Returns the tiles of a GEMM if Hopper's kernel is the fastest for it, else None. Without
     `Epilogue.PARTIALS` a separate launch adds up split-K partials."""
-    num_rows, weight, sms = product.num_rows, product.weight, chip.num_sms
-    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    if num_rows == 1 and not product.is_whole:
-        return None
     if product.is_whole:
         return _cut_whole(product, chip)
-    block_m = next((rows for rows in _RAW_STAGES if num_rows <= rows), 0)
-    if not block_m:
+    block_m = _block_of(_RAW_STAGES, product)
+    if not block_m or product.num_rows == 1:
         return None
+    num_outputs, num_inputs = product.weight.num_outputs, product.weight.num_inputs
     wide, long, square, small = _RAW_STAGES[block_m]
     stages, block_n, warps, programs, split_k = long, 64, 4, 1, 1
-    is_whole = product.epilogue is Epilogue.NONE
-    is_wide = is_whole and num_outputs in _SOME and num_inputs not in _MANY
+    adds_up = product.epilogue is Epilogue.NONE
+    is_wide = adds_up and num_outputs in _SOME and num_inputs not in _MANY
     is_narrow = num_outputs in _FEW or num_outputs in _SOME
     if num_outputs in _MANY or is_wide:
-        stages, block_n, warps = wide, _spread(num_outputs, sms, 128), 4 if block_m == 16 else 8
-    elif is_narrow and (num_inputs in _MANY or (num_inputs in _FEW and not is_whole)):
+        stages, block_n, warps = wide, _spread(num_outputs, chip), 4 if block_m == 16 else 8
+    elif is_narrow and (num_inputs in _MANY or (num_inputs in _FEW and not adds_up)):
         programs, split_k = (1, 2) if block_m == 64 else (2, 4)
     elif is_narrow and num_inputs in _SOME:
         stages, split_k = (square, 2) if num_outputs in _SOME else (small, 4)
@@ -104,10 +102,10 @@ def _cut_whole(product: Product, chip: Chip) -> RawTiles | None:
     """Cuts a product whose sums are not cut into parts, since partials' sums would differ from
     those of many rows: narrow tiles fill the SMs."""
     weight = product.weight
-    block_m = next((rows for rows in _WHOLE_STAGES if product.num_rows <= rows), 0)
+    block_m = _block_of(_WHOLE_STAGES, product)
     if not block_m or weight.num_inputs % RAW_BLOCK_K:
         return None
-    block_n = _spread(weight.num_outputs, chip.num_sms, 128)
+    block_n = _spread(weight.num_outputs, chip)
     if weight.num_outputs >= 64 * _LEAST_WHOLE_N:
         block_n = max(block_n, _LEAST_WHOLE_N)
     is_narrow = block_n <= _NARROW and weight.num_inputs % (2 * RAW_BLOCK_K) == 0
@@ -120,10 +118,15 @@ def _cut_whole(product: Product, chip: Chip) -> RawTiles | None:
     )
 
 
-def _spread(num_outputs: int, num_sms: int, widest: int) -> int:
+def _block_of(sizes: Iterable[int], product: Product) -> int:
+    """Returns the first of the sizes that holds the product's rows; 0 if there is none."""
+    return next((rows for rows in sizes if product.num_rows <= rows), 0)
+
+
+def _spread(num_outputs: int, chip: Chip) -> int:
     """Returns the width of tiles that gives each SM the same number of tiles."""
-    rounds = cdiv(num_outputs, num_sms * widest)
-    return cdiv(cdiv(num_outputs, num_sms * rounds), _NARROWEST) * _NARROWEST
+    rounds = cdiv(num_outputs, chip.num_sms * _WIDE_N)
+    return cdiv(cdiv(num_outputs, chip.num_sms * rounds), _NARROWEST) * _NARROWEST
 
 
 MMA_M = 64
@@ -172,13 +175,12 @@ class Fp8Tiles:
 def cut_fp8(product: Product, chip: Chip) -> Fp8Tiles | None:
     """Returns tiles that give each SM the same share of the weight, or None if the kernel does not
     serve the product."""
-    block_m = next((rows for rows in _FP8_ROWS if product.num_rows <= rows), 0)
-    weight = product.weight
+    block_m, weight = _block_of(_FP8_ROWS, product), product.weight
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     if not block_m or not weight.is_blocked or num_inputs % BLOCK:
         return None
     if num_outputs > chip.num_sms * 64 or product.is_whole:
-        block_n = _spread(num_outputs, chip.num_sms, _WIDE_N)
+        block_n = _spread(num_outputs, chip)
         if product.is_whole:
             block_n = max(cdiv(block_n, 16) * 16, _LEAST_FP8_N[block_m])
         return Fp8Tiles(block_m=block_m, block_n=block_n, split_k=1)
@@ -221,8 +223,7 @@ class Int4Tiles:
 
 def cut_int4(product: Product, chip: Chip) -> Int4Tiles | None:
     """Returns tiles that keep all SMs loading, or None if the kernel does not serve the product."""
-    block_m = next((rows for rows in _INT4_ROWS if product.num_rows <= rows), 0)
-    weight = product.weight
+    block_m, weight = _block_of(_INT4_ROWS, product), product.weight
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
     if not block_m or num_inputs % (2 * BLOCK) or num_inputs < _LEAST_SHARE:
         return None
