@@ -100,7 +100,7 @@ def shapes_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Projection:
+class Projection:
     """A projection of every expert, or several in one tensor."""
 
     name: str
@@ -170,7 +170,7 @@ class Experts(nn.Module):
     def _padded_size(self) -> int:
         return self.up.form.num_outputs // (len(self.names.projections) - 1)
 
-    def _projections(self, names: tuple[str, ...], units: Cut) -> list[_Projection]:
+    def _projections(self, names: tuple[str, ...], units: Cut) -> list[Projection]:
         """Returns the projections of an expert whose `units` are kept; the last is the down
         projection. Those of one name share a tensor."""
         sizes, (*firsts, last) = self.sizes, names
@@ -181,7 +181,7 @@ class Experts(nn.Module):
         for name in dict.fromkeys(firsts):
             parts = [rows for part_name, rows in every if part_name == name]
             projections.append(
-                _Projection(
+                Projection(
                     name=name,
                     weight=self.up,
                     rows=Rows(torch.cat(parts)),
@@ -191,7 +191,7 @@ class Experts(nn.Module):
                 )
             )
         out = Rows(torch.arange(sizes.hidden_size))
-        down = _Projection(
+        down = Projection(
             name=last, weight=self.down, rows=out, outputs=whole, inputs=units, num_parts=0
         )
         return [*projections, down]
@@ -215,26 +215,34 @@ class Experts(nn.Module):
             placements |= _cut(each, path, tensors)
         return placements
 
-    def _place_stacked(self, each: _Projection) -> WeightSlots:
+    def _place_stacked(self, each: Projection) -> WeightSlots:
         """Places the tensors, values and perhaps scales, with a projection of all experts."""
-        count, placements = self.sizes.num_experts, {}
+        placements = {}
+        for tensor, slot in self._stack(each).items():
+            path = self.scope.full(f"{each.name}{tensor.removeprefix('weight')}")
+            axes = each.weight.axes[tensor].behind(1)
+            placed = cut_one(slot, axes.outputs, each.outputs, path)
+            placed = cut_one(placed, axes.inputs, each.inputs, path)
+            placements[path] = cut_all(placed, self.sizes.experts)
+        return placements
+
+    def _stack(self, each: Projection) -> WeightSlots:
+        """Returns places for such tensors by their names within a projection; experts are stored
+        one by one."""
+        count = self.sizes.num_experts
         slots = [each.place(expert, each.name) for expert in range(count)]
 
         def store(tensor: str, values: Tensor) -> None:
             for expert_slots, value in zip(slots, values, strict=True):
                 expert_slots[tensor].store(value)
 
-        for tensor, slot in slots[0].items():
-            path = self.scope.full(f"{each.name}{tensor.removeprefix('weight')}")
-            axes = each.weight.axes[tensor].behind(1)
-            placed = WeightSlot((count, *slot.shape), partial(store, tensor), types=slot.types)
-            placed = cut_one(placed, axes.outputs, each.outputs, path)
-            placed = cut_one(placed, axes.inputs, each.inputs, path)
-            placements[path] = cut_all(placed, self.sizes.experts)
-        return placements
+        return {
+            tensor: WeightSlot((count, *slot.shape), partial(store, tensor), types=slot.types)
+            for tensor, slot in slots[0].items()
+        }
 
 
-def _cut(each: _Projection, path: str, tensors: WeightSlots) -> WeightSlots:
+def _cut(each: Projection, path: str, tensors: WeightSlots) -> WeightSlots:
     """Restricts the placements of a projection's tensors to what is kept; returns them keyed by
     full names."""
     cut_outputs(tensors, each.weight.axes, each.outputs, path)
@@ -242,7 +250,7 @@ def _cut(each: _Projection, path: str, tensors: WeightSlots) -> WeightSlots:
     return {f"{path}.{tensor}": slot for tensor, slot in tensors.items()}
 
 
-def _spread(slots: list[WeightSlot], each: _Projection) -> WeightSlot:
+def _spread(slots: list[WeightSlot], each: Projection) -> WeightSlot:
     """Places a raw tensor whose units are split evenly over experts with these slots."""
     dim, num_parts = (0, each.num_parts) if each.num_parts else (1, 1)
     shape = list(slots[0].shape)

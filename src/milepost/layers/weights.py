@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from milepost.kernels import products
 from milepost.kernels.platform.tables import SumOrder
 from milepost.kernels.platform.tensors import BLOCK
 from milepost.kernels.products.forms import Form, Packed, RawForm, pack
-from milepost.layers.experts import ExpertNames, Experts, ExpertSizes, shapes_of
+from milepost.layers.experts import ExpertNames, Experts, ExpertSizes, Projection, shapes_of
 from milepost.layers.weight_slots import Rows, WeightSlot, WeightSlots, fill_matrix
 from milepost.parallel import Axes
 
@@ -96,6 +95,12 @@ class RawExperts(Experts):
 
     can_be_stacked = True
 
+    def _stack(self, each: Projection) -> WeightSlots:
+        """Stores all experts in one copy."""
+        assert isinstance(each.weight, RawWeight), "matrices of raw experts"
+        every = (slice(self.sizes.num_experts),)
+        return each.weight.place_projection(each.rows, every, each.name)
+
     def fill(self, spread: float, generator: torch.Generator) -> None:
         super().fill(spread, generator)
         if len(self.names.projections) == 2:
@@ -141,9 +146,20 @@ class RawWeight(Weight):
     def form(self) -> RawForm:
         return self._packed or products.Raw(values=self._unpacked(), order=self._order)
 
-    def place_projection(self, rows: Rows, at: tuple[int, ...], path: str) -> WeightSlots:  # noqa: ARG002
+    def place_projection(
+        self,
+        rows: Rows,
+        at: tuple[int | slice, ...],
+        path: str,  # noqa: ARG002
+    ) -> WeightSlots:
         values = self._unpacked()[at]
-        return {"weight": WeightSlot((rows.count, values.shape[1]), partial(rows.put, values))}
+        rows_first = values.movedim(-2, 0)
+
+        def store(given: Tensor) -> None:
+            rows.put(rows_first, given.movedim(-2, 0))
+
+        shape = (*values.shape[:-2], rows.count, values.shape[-1])
+        return {"weight": WeightSlot(shape, store)}
 
     def clear(self, first: int, count: int) -> None:
         self._unpacked()[..., first : first + count, :].zero_()
