@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from milepost.disaggregation.all_ranks import AllRanks, fencing
+from milepost.disaggregation.commands import AddPeer, RankEndpoint, ReadPart, Synchronize, decode
 from milepost.disaggregation.exchange import Access
 from milepost.disaggregation.messages import Layout, MemoryRows
-from milepost.disaggregation.orders import AddPeer, RankEndpoint, ReadPart, Synchronize, decode
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.transport import TransferError
 from milepost.engine.assembly import setup

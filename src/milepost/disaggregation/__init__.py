@@ -7,5 +7,5 @@ never waits for it. The modules:
     lending                        leases, lender, finds
     borrowing                      pulls
     transfer of bytes              transport, nixl, sockets, socket_reading, registered_pools
-    several ranks                  all_ranks, orders, part_reader
+    several ranks                  all_ranks, commands, part_reader
 """

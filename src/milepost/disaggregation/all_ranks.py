@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from milepost.disaggregation.messages import BadMessageError, Layout, decoded
-from milepost.disaggregation.orders import (
+from milepost.disaggregation.commands import (
     AddPeer,
     CancelRead,
     EndLoan,
@@ -30,6 +29,7 @@ from milepost.disaggregation.orders import (
     StopProgress,
     Synchronize,
 )
+from milepost.disaggregation.messages import BadMessageError, Layout, decoded
 from milepost.disaggregation.transport import TransferError, Transport
 from milepost.errors import EngineDeadError, MilepostError
 

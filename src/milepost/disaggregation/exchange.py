@@ -16,8 +16,8 @@ import msgspec
 
 from milepost.cache import Cache
 from milepost.disaggregation.all_ranks import AllRanks, fencing, filling
+from milepost.disaggregation.commands import RankEndpoint, SendTransferCommand, sender
 from milepost.disaggregation.connector import SOURCE, Connector
-from milepost.disaggregation.orders import RankEndpoint, SendTransferCommand, sender
 from milepost.disaggregation.part_reader import PartReader
 from milepost.disaggregation.registered_pools import memory_of
 from milepost.disaggregation.transport import Transport, make

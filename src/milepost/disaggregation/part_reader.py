@@ -1,7 +1,7 @@
 """Exchanges between engines on a rank other than the first: it reads its part of what is fetched,
 and lets others read its part of what is lent.
 
-The first rank decides what is read, from whom and until when. Its orders arrive in the order of
+The first rank decides what is read, from whom and until when. Its commands arrive in the order of
 launches; a thread carries them out, since no launch waits for them.
 """
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.disaggregation.orders import (
+from milepost.disaggregation.commands import (
     AddPeer,
     CancelRead,
     EndLoan,
@@ -50,7 +50,7 @@ class _PartReading:
 
 
 class PartReader:
-    """A `PoolTransfers` of `runner`, on rank `rank`. Its thread calls `answer` with an order's
+    """A `PoolTransfers` of `runner`, on rank `rank`. Its thread calls `answer` with a command's
     ticket and whether it succeeded, and `fail` with an exception that ends the thread. `close` it
     at the end.
     """
@@ -86,12 +86,12 @@ class PartReader:
         """Takes a fence: launches from now on do not conflict with the load."""
         self._last_load = self._runner.fence()
 
-    def do(self, ticket: int, order: bytes) -> None:
-        """Begins to carry out an order of the first rank."""
-        self._begin(ticket, decode(order))
+    def do(self, ticket: int, command: bytes) -> None:
+        """Begins to carry out a command of the first rank."""
+        self._begin(ticket, decode(command))
 
-    def _begin(self, ticket: int, order: TransferCommand) -> None:
-        match order:
+    def _begin(self, ticket: int, command: TransferCommand) -> None:
+        match command:
             case Filled(slot=slot, position=position):
                 self._runner.filled(slot, position)
                 self._answer(ticket, True)
@@ -106,11 +106,11 @@ class PartReader:
                 self._commands.put(lambda: self._fences.append(fence))
             case ReadPart():
                 reading = _PartReading(
-                    ticket=ticket, part=order, is_ready=self._last_load, begun_at=time.monotonic()
+                    ticket=ticket, part=command, is_ready=self._last_load, begun_at=time.monotonic()
                 )
-                self._commands.put(lambda: self._readings.update({order.transfer: reading}))
+                self._commands.put(lambda: self._readings.update({command.transfer: reading}))
             case _:
-                self._commands.put(lambda: self._obey(ticket, order))
+                self._commands.put(lambda: self._obey(ticket, command))
 
     def close(self) -> None:
         """Ends the thread; reads are given up."""
@@ -132,7 +132,7 @@ class PartReader:
             self._fail(error)
 
     def _hear(self) -> None:
-        """Carries out orders, or waits for some."""
+        """Carries out commands, or waits for some."""
         begun = [reading.begun_at for reading in self._readings.values()]
         begun += [since for *_, since in self._fences]
         if self._read_since is not None:
@@ -146,16 +146,16 @@ class PartReader:
             while True:
                 self._commands.get_nowait()()
 
-    def _obey(self, ticket: int, order: TransferCommand) -> None:
-        match order:
+    def _obey(self, ticket: int, command: TransferCommand) -> None:
+        match command:
             case AddPeer():
-                self._meet(order.peer, order.endpoints[self._rank])
+                self._meet(command.peer, command.endpoints[self._rank])
             case RemovePeer():
-                peer = self._peers.pop(order.peer, None)
+                peer = self._peers.pop(command.peer, None)
                 if peer is not None:
                     self._transport.remove_peer(peer)
             case CancelRead():
-                self._give_up(order.transfer)
+                self._give_up(command.transfer)
             case MakeProgress():
                 self._read_since = time.monotonic()
             case StopProgress():

@@ -94,7 +94,7 @@ AskRanks = Callable[[bytes], Future[bool]]
 class RankWorker(Protocol):
     """Carries out an annex's commands on a rank other than the first."""
 
-    def do(self, ticket: int, order: bytes) -> None:
+    def do(self, ticket: int, command: bytes) -> None:
         """Begins to carry out a command; it is answered with its ticket."""
 
     def close(self) -> None:

@@ -5,5 +5,5 @@ of the first two rows are pure: they make the decisions, and know neither tensor
     contents                    holdings, tier
     copies                      transfers, device_copies, arena
     files                       disk, finding, files, file_format, threads
-    several ranks               orders, rank_worker
+    several ranks               commands, rank_worker
 """

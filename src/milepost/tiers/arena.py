@@ -19,7 +19,7 @@ from torch import Tensor
 
 from milepost.cache.plans import What
 from milepost.runner.pools import Pools
-from milepost.tiers.orders import ItemRun
+from milepost.tiers.commands import ItemRun
 
 GIB = 2**30
 _ALIGNMENT = 4096

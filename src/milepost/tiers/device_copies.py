@@ -18,7 +18,7 @@ import torch
 from milepost.cache.plans import What
 from milepost.scheduler.plans import Store
 from milepost.tiers.arena import Arena, allocate_staging
-from milepost.tiers.orders import ItemRun
+from milepost.tiers.commands import ItemRun
 
 
 class DeviceEvent(Protocol):

@@ -14,11 +14,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from milepost.tiers.arena import Arena
+from milepost.tiers.commands import OnDisk, SendTierCommand
 from milepost.tiers.file_format import FileName, name_of
 from milepost.tiers.files import Files
 from milepost.tiers.finding import FileFinder
 from milepost.tiers.loads import Fetch
-from milepost.tiers.orders import OnDisk, SendTierCommand
 from milepost.tiers.policy import Tiers
 from milepost.tiers.threads import Outcomes, Threads
 from milepost.tiers.tier import Item
@@ -131,8 +131,8 @@ class Disk:
         reading = self._readers.submit(self._files.read, *self._of(item))
         return [reading, *self._others(OnDisk(do="read", name=name_of(item), place=item.place))]
 
-    def _others(self, order: OnDisk) -> list[Future[bool]]:
-        return [] if self._ask is None else [self._ask(order)]
+    def _others(self, command: OnDisk) -> list[Future[bool]]:
+        return [] if self._ask is None else [self._ask(command)]
 
     def take(self, reads: Reads) -> bool:
         """Handles reads that are over. Returns whether all of them succeeded."""
@@ -185,8 +185,8 @@ class Disk:
         return all(self._outcomes.result(future, False) for future in futures)
 
     def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
-        """Cancels an operation if possible. Returns whether nobody will do it; orders already sent
-        to other ranks cannot be cancelled.
+        """Cancels an operation if possible. Returns whether nobody will do it; commands already
+        sent to other ranks cannot be cancelled.
         """
         return len(futures) == 1 and futures[0].cancel()
 
@@ -224,8 +224,8 @@ class Disk:
     def _write(self, item: Item) -> list[Future[bool]]:
         name, contents = self._of(item)
         writing = self._writer.submit(self._files.write, name, item.tokens, contents)
-        order = OnDisk(do="write", name=name, tokens=item.tokens, place=item.place)
-        return [writing, *self._others(order)]
+        command = OnDisk(do="write", name=name, tokens=item.tokens, place=item.place)
+        return [writing, *self._others(command)]
 
     def _of(self, item: Item) -> tuple[FileName, list[memoryview]]:
         return name_of(item), self._host.of(item.what).buffers(item.place)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
+from milepost.tiers.commands import Bring, OnDisk, Stored, TierCommand
 from milepost.tiers.device_copies import DeviceEvent, DeviceHostCopies
 from milepost.tiers.disk import NUM_READERS
 from milepost.tiers.files import Files
-from milepost.tiers.orders import Bring, OnDisk, Stored, TierCommand
 from milepost.tiers.threads import Threads
 
 
@@ -43,21 +43,21 @@ class RankTierWorker:
     def load(self, load: Load) -> None:
         self._loads[load.number] = load, self._copies.now()
 
-    def do(self, ticket: int, order: TierCommand) -> None:
+    def do(self, ticket: int, command: TierCommand) -> None:
         """Begins to carry out a command of the first rank."""
-        match order:
+        match command:
             case Stored():
                 self._await(self._down, ticket, self._stores.popleft())
             case Bring():
-                load, after = self._loads.pop(order.number)
-                if order.runs:
+                load, after = self._loads.pop(command.number)
+                if command.runs:
                     for arrival in load.arrivals:
                         if arrival.what == "state":
                             self._runner.filled(arrival.id, load.position)
-                self._await(self._up, ticket, self._copies.bring(after, order.runs))
+                self._await(self._up, ticket, self._copies.bring(after, command.runs))
             case OnDisk():
-                pool = self._readers if order.do == "read" else self._writer
-                pool.submit(self._run, ticket, lambda: self._on_disk(order))
+                pool = self._readers if command.do == "read" else self._writer
+                pool.submit(self._run, ticket, lambda: self._on_disk(command))
 
     def _await(self, pool: Threads, ticket: int, event: DeviceEvent) -> None:
         def wait() -> bool:
@@ -66,14 +66,14 @@ class RankTierWorker:
 
         pool.submit(self._run, ticket, wait)
 
-    def _on_disk(self, order: OnDisk) -> bool:
+    def _on_disk(self, command: OnDisk) -> bool:
         assert self._files is not None, "what is on disk has files"
-        contents = self._copies.host.of(order.name.what).buffers(order.place)
-        if order.do == "read":
-            return self._files.read(order.name, contents)
-        if order.do == "write":
-            return self._files.write(order.name, order.tokens, contents)
-        self._files.remove(order.name)
+        contents = self._copies.host.of(command.name.what).buffers(command.place)
+        if command.do == "read":
+            return self._files.read(command.name, contents)
+        if command.do == "write":
+            return self._files.write(command.name, command.tokens, contents)
+        self._files.remove(command.name)
         return True
 
     def _run(self, ticket: int, work: Callable[[], bool]) -> None:

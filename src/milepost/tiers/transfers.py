@@ -20,10 +20,10 @@ from milepost.runner.runner import Runner
 from milepost.scheduler.plans import Load, Store
 from milepost.scheduler.scheduler import Scheduler
 from milepost.tiers.arena import runs
+from milepost.tiers.commands import Bring, ItemRun, SendTierCommand, Stored
 from milepost.tiers.device_copies import DeviceEvent, DeviceHostCopies
 from milepost.tiers.disk import Disk, Reads
 from milepost.tiers.loads import Fetch
-from milepost.tiers.orders import Bring, ItemRun, SendTierCommand, Stored
 from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
@@ -146,8 +146,8 @@ class TierTransfers:
         item_runs += [("state", f.arrival.id, f.item.place, 1, f.arrival.windows) for f in states]
         loading.done = self.copies.bring(loading.after, item_runs)
         if self._ask is not None:
-            order = Bring(number=loading.load.number, runs=tuple(item_runs))
-            loading.done = OnAll(loading.done, self._ask(order))
+            command = Bring(number=loading.load.number, runs=tuple(item_runs))
+            loading.done = OnAll(loading.done, self._ask(command))
 
     # --- what becomes of it -----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import msgspec
 from milepost.config import EngineConfig
 from milepost.logs import LogSetup
 from milepost.runner.recording import Record
-from milepost.tiers import orders as keeping
+from milepost.tiers.commands import TierCommand
 
 START_S = 1800.0
 """Largest difference in seconds between ranks in the time to read the weights."""
@@ -43,14 +43,14 @@ class AnnexCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     body: bytes
 
 
-RankCommand = keeping.TierCommand | AnnexCommand
+RankCommand = TierCommand | AnnexCommand
 
 
 class TicketedCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A command to all other ranks about memory outside the devices."""
 
     ticket: int
-    order: RankCommand
+    command: RankCommand
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -150,11 +150,11 @@ class OtherRanks:
         started.wait()
         return are_here
 
-    def ask(self, order: RankCommand) -> Future[bool]:
+    def ask(self, command: RankCommand) -> Future[bool]:
         """Sends a command to all of them; may be called from any thread. See
-        `tiers.orders.SendTierCommand`."""
+        `tiers.commands.SendTierCommand`."""
         ticket, answers = self._tickets.take()
-        self.write(TicketedCommand(ticket, order))
+        self.write(TicketedCommand(ticket, command))
         return answers
 
     def write(self, record: RankMessage) -> None:

@@ -22,7 +22,7 @@ from milepost.tiers.holdings import MIN_TOKENS
 
 if TYPE_CHECKING:
     from milepost.runner.runner import Runner
-    from milepost.tiers.orders import SendTierCommand
+    from milepost.tiers.commands import SendTierCommand
     from milepost.tiers.policy import Tiers
     from milepost.tiers.transfers import TierTransfers
 

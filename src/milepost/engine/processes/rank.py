@@ -60,58 +60,60 @@ def main() -> int:
     sock = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(sock.fileno())
     heap.bound_plans()
-    say = _Voice(sock)
+    report = _Reporter(sock)
     try:
-        _run(sock, say)
-    except Exception as error:  # noqa: BLE001 - said, and the end
-        _fail(say, error)
+        _run(sock, report)
+    except Exception as error:  # noqa: BLE001 - reported, and the end
+        _fail(report, error)
     return 0
 
 
-def _fail(say: _Voice, error: Exception) -> NoReturn:
+def _fail(report: _Reporter, error: Exception) -> NoReturn:
     """Reports the reason, and ends the process."""
     kind = type(error) if isinstance(error, MilepostError) else EngineDeadError
     if kind is not type(error):
         logger.error("the rank failed", exc_info=error)
-    say(RankFailure(kind=kind.__name__, message=str(error) if kind is type(error) else repr(error)))
+    report(
+        RankFailure(kind=kind.__name__, message=str(error) if kind is type(error) else repr(error))
+    )
     # At once: what threads and the device are at may never be over.
     logging.shutdown()
     os._exit(1)
 
 
-class _Voice:
-    """Sends what this rank says, from any of its threads."""
+class _Reporter:
+    """Sends this rank's messages, from any of its threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lock = sock, threading.Lock()
 
-    def __call__(self, said: RankFailure | Answered) -> None:
+    def __call__(self, message: RankFailure | Answered) -> None:
         with suppress(OSError), self._lock:
-            self._socket.sendall(framed(msgspec.msgpack.encode(said)))
+            self._socket.sendall(framed(msgspec.msgpack.encode(message)))
 
 
-def _run(sock: socket.socket, say: _Voice) -> None:
+def _run(sock: socket.socket, report: _Reporter) -> None:
     frames = read_frames(sock.makefile("rb").read)
-    orders = msgspec.msgpack.decode(next(frames), type=RankConfig)
-    config, rank = orders.config, orders.rank
-    if orders.logs is not None:
-        set_up(replace(orders.logs, process=f"rank {rank}"))
+    given = msgspec.msgpack.decode(next(frames), type=RankConfig)
+    config, rank = given.config, given.rank
+    if given.logs is not None:
+        set_up(replace(given.logs, process=f"rank {rank}"))
     size = config.tensor_parallel_size
-    store = open_store(orders.port, size, START_S, is_first=False)
+    store = open_store(given.port, size, START_S, is_first=False)
     lost = "another rank does not answer"
-    say(Answered(HERE, True))
+    report(Answered(HERE, True))
     link = GlooLink(store, rank, size, timeout_s=SILENCE_S, why_lost=lambda: lost)
     link.wait_up_to(START_S)
     ranks = Ranks(rank=rank, size=size, link=link, splits_experts=config.enable_expert_parallel)
     parts = build_rank(config, ranks)
     heap.settle()
     link.wait_up_to(SILENCE_S)
-    answer: ReportDone = lambda ticket, is_well: say(Answered(ticket, is_well))  # noqa: E731
-    serve(_told(frames), parts, answer, partial(_fail, say))
+    answer: ReportDone = lambda ticket, is_well: report(Answered(ticket, is_well))  # noqa: E731
+    serve(_messages(frames), parts, answer, partial(_fail, report))
 
 
 def serve(
-    told: Iterable[RankMessage],
+    messages: Iterable[RankMessage],
     parts: RankParts,
     answer: ReportDone,
     fail: Callable[[Exception], object],
@@ -119,7 +121,7 @@ def serve(
     """Carries out all that rank 0 asks for. `fail` ends it from another thread."""
     tier_worker = tier_worker_of(parts.runner, parts.tier_state, answer)
     worker = None if parts.access is None else parts.access.worker(parts.runner, answer, fail)
-    follow(_records(told, tier_worker, worker), parts.runner)
+    follow(_records(messages, tier_worker, worker), parts.runner)
     if worker is not None:
         worker.close()
 
@@ -135,21 +137,21 @@ def follow(records: Iterable[Record], runner: Runner) -> None:
 
 
 def _records(
-    told: Iterable[RankMessage], tier_worker: RankTierWorker | None, worker: RankWorker | None
+    messages: Iterable[RankMessage], tier_worker: RankTierWorker | None, worker: RankWorker | None
 ) -> Iterator[Record]:
     """Yields the runner's records, and carries out the other commands."""
-    for each in told:
+    for each in messages:
         if not isinstance(each, TicketedCommand):
             yield each
-        elif isinstance(each.order, AnnexCommand):
+        elif isinstance(each.command, AnnexCommand):
             assert worker is not None, "nothing is asked of who exchanges nothing"
-            worker.do(each.ticket, each.order.body)
+            worker.do(each.ticket, each.command.body)
         else:
             assert tier_worker is not None, "nothing is asked of who keeps nothing"
-            tier_worker.do(each.ticket, each.order)
+            tier_worker.do(each.ticket, each.command)
 
 
-def _told(frames: Iterator[bytes]) -> Iterator[RankMessage]:
+def _messages(frames: Iterator[bytes]) -> Iterator[RankMessage]:
     decoder = msgspec.msgpack.Decoder(RankMessage)
     return map(decoder.decode, frames)
 

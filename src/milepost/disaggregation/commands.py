@@ -1,6 +1,6 @@
-"""Orders of the first rank to the others for exchanges between engines, sent as bytes.
+"""Commands of the first rank to the others for exchanges between engines, sent as bytes.
 
-Each order is answered with whether it succeeded: `ReadPart` once nothing writes any more,
+Each command is answered with whether it succeeded: `ReadPart` once nothing writes any more,
 `Synchronize` once the rank has caught up, all others at once.
 """
 
@@ -101,12 +101,12 @@ TransferCommand = (
 )
 
 SendTransferCommand = Callable[[TransferCommand], Future[bool]]
-"""Sends an order to all other ranks, like `tiers.orders.SendTierCommand`; may be called from any
+"""Sends a command to all other ranks, like `tiers.commands.SendTierCommand`; may be called from any
 thread."""
 
 decode = msgspec.msgpack.Decoder(TransferCommand).decode
 
 
 def sender(ask: AskRanks) -> SendTransferCommand:
-    """Returns a function that sends orders as bytes."""
-    return lambda order: ask(msgspec.msgpack.encode(order))
+    """Returns a function that sends commands as bytes."""
+    return lambda command: ask(msgspec.msgpack.encode(command))
