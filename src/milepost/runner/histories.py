@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,12 +65,6 @@ _AT_ONCE = 1 << 16
 _ENTRY_BYTES = 8 + 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    indices: Any
-    values: Any
-
-
 class Counts:
     """Token counts for penalties, with rows for as many requests as may sample in one step.
 
@@ -93,7 +85,8 @@ class Counts:
     def places(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
         """Returns the row of each request that has penalties, -1 for the others. Rows count all
         tokens before the one to be sampled, and will count that one."""
-        places, entries = [], []
+        places: list[int] = []
+        entries: list[tuple[np.ndarray, np.ndarray]] = []
         both = zip(numbers, rows, strict=True)
         wanted = {number for number, row in both if row.params.has_penalties}
         for number, row in zip(numbers, rows, strict=True):
@@ -108,7 +101,9 @@ class Counts:
                 entries.append(self._fill(place, row))
             self._held[number] = place, row.index + 1
             places.append(place)
-        self._send(entries)
+        if entries:
+            indices, values = map(np.concatenate, zip(*entries, strict=True))
+            self._staging.scatter(indices, values, self.table, _AT_ONCE)
         return places
 
     def _take(self, wanted: set[int]) -> int:
@@ -118,7 +113,8 @@ class Counts:
         other = next(number for number in self._held if number not in wanted)
         return self._held.pop(other)[0]
 
-    def _fill(self, place: int, row: SamplingRow) -> _Entries:
+    def _fill(self, place: int, row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
+        """Zeroes a row. Returns the places in the table of the counts to write, and the counts."""
         vocab_size = self.table.shape[1]
         self.table[place].zero_()
         tokens = np.array(row.tokens, np.int64)
@@ -129,16 +125,4 @@ class Counts:
             is_there[tokens[: row.num_prompt_tokens]] = True
             counts += is_there * IN_PROMPT
         ids = np.flatnonzero(counts)
-        return _Entries(ids + place * vocab_size, counts[ids].astype(np.int16))
-
-    def _send(self, entries: Sequence[_Entries]) -> None:
-        if not entries:
-            return
-        indices = np.concatenate([each.indices for each in entries])
-        values = np.concatenate([each.values for each in entries])
-        for first in range(0, len(indices), _AT_ONCE):
-            part = slice(first, first + _AT_ONCE)
-            new = _Entries(indices[part], values[part])
-            self._staging.send(new)
-            views = self._staging.views(new)
-            self.table.view(-1).index_copy_(0, views.indices, views.values)
+        return ids + place * vocab_size, counts[ids].astype(np.int16)

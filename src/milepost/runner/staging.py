@@ -8,7 +8,7 @@ shapes always have the same addresses, as a CUDA graph requires.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any, TypeVar
@@ -59,6 +59,14 @@ class _Packing:
                 flat = typed[dtype][first : first + num]
                 self._views.append(flat if len(shape) == 1 else flat.view(shape))
         return self._views
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Places in a table, and their values."""
+
+    indices: Any
+    values: Any
 
 
 class Staging:
@@ -112,6 +120,17 @@ class Staging:
         views = iter(self._packing(_arrays(batch)).views(self._device_buffer))
         on_device: T = _replaced(batch, lambda _: next(views))
         return on_device
+
+    def scatter(
+        self, indices: np.ndarray, values: np.ndarray, table: torch.Tensor, at_once: int
+    ) -> None:
+        """Writes values to these places of a table on the device, `at_once` of them in a copy."""
+        for first in range(0, len(indices), at_once):
+            part = slice(first, first + at_once)
+            entries = _Entries(indices[part], values[part])
+            self.send(entries)
+            views = self.views(entries)
+            table.view(-1).index_copy_(0, views.indices, views.values)
 
     def _packing(self, arrays: Sequence[np.ndarray]) -> _Packing:
         """Returns the packing of arrays of these shapes; most steps repeat earlier shapes."""

@@ -8,8 +8,6 @@ sends only new entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -104,14 +102,6 @@ class HostTables:
         return place
 
 
-@dataclass(frozen=True, slots=True)
-class _NewPages:
-    """Entries that the device does not have yet."""
-
-    indices: Any
-    pages: Any
-
-
 class PageTables:
     """The page tables on the host, and their copy on the device."""
 
@@ -142,15 +132,7 @@ class PageTables:
         """Sends the device the entries that `host.follow` returned, without waiting."""
         for entries, table in zip(new, (self.on_device, self.windows), strict=False):
             assert table is not None, "only windows have tables of their own"
-            self._send(*entries, table)
-
-    def _send(self, indices: np.ndarray, pages: np.ndarray, table: Tensor) -> None:
-        for first in range(0, len(indices), PAGES_AT_ONCE):
-            part = slice(first, first + PAGES_AT_ONCE)
-            new = _NewPages(indices[part], pages[part])
-            self._staging.send(new)
-            views = self._staging.views(new)
-            table.view(-1).index_copy_(0, views.indices, views.pages)
+            self._staging.scatter(*entries, table, PAGES_AT_ONCE)
 
 
 NO_ROW = -1
