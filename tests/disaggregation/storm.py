@@ -131,7 +131,7 @@ def left(engine: Engine) -> dict[str, Any]:
         "fetching": connector._fetching,
         "finds": connector._finds,
         "leases": connector.leases._leases,
-        "borrowed": links._borrowed._held,
+        "held_leases": links._held_leases._held,
         "claims": links._pulls._claims,
         "pulls": links._pulls._under_way,
         "loading": [None] * engine.scheduler.num_loading,

@@ -89,7 +89,7 @@ def test_heartbeats_keep_a_lease(fleet):
     params = fleet.prefill(first, prompt)
     lease = connector_of(first).leases.find(params["remote_request_id"])
     before = lease.expires_at
-    connector_of(second).links._borrowed._beat_s = 0.01
+    connector_of(second).links._held_leases._beat_s = 0.01
     busy = [fleet.add(second, tokens(100, 5 + n), None, greedy(30)) for n in range(4)]
     job = fleet.add(second, prompt, params)
     fleet.until(lambda: lease.expires_at > before)
@@ -159,7 +159,7 @@ def test_engines_that_wait_for_each_other_do_not_for_ever(tiny, transport, monke
         prompts = [tokens(200), tokens(200, 1)]
         lent = [fleet.prefill(*pair) for pair in zip(engines, prompts, strict=True)]
         for engine in engines:
-            connector_of(engine).links._borrowed._beat_s = 0.01
+            connector_of(engine).links._held_leases._beat_s = 0.01
         pairs = zip(engines, reversed(prompts), reversed(lent), strict=True)
         jobs = [fleet.add(*each) for each in pairs]
         for _ in range(2):
@@ -269,7 +269,7 @@ def test_an_interrupted_step_ends_what_is_fetched_and_lent(tiny, fleet, monkeypa
     assert not second.scheduler.num_loading
     assert not second.scheduler.cache.loans
     connector_of(second).links.end_pulls()  # its thread has done all that it was told
-    assert connector_of(second).links._borrowed.next_beat is None, "nobody keeps its lease"
+    assert connector_of(second).links._held_leases.next_beat is None, "nobody keeps its lease"
     fleet.run(busy, job)
     assert job.completions[0].request.output_token_ids == tiny.expected(prompt, greedy(4))
     assert busy.completions[0].request.output_token_ids == tiny.expected(other, greedy(30))

@@ -12,7 +12,7 @@ from milepost.cache import Cache
 from milepost.cache.allocation import Loan
 from milepost.disaggregation import finds
 from milepost.disaggregation import lender as lender_module
-from milepost.disaggregation.finds import OpenFinds
+from milepost.disaggregation.finds import PendingFinds
 from milepost.disaggregation.leases import Leases
 from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import (
@@ -76,8 +76,8 @@ class Asking:
         """Have the lender take a message."""
         (socket or self.sockets[0]).send_multipart([b"", b"1", ENCODER.encode(message)])
         while not self.lender.socket.poll(0):
-            if self.lender.door.socket.poll(10):
-                self.lender.door.answer()
+            if self.lender.zap.socket.poll(10):
+                self.lender.zap.answer()
         self.lender.answer()
 
     def answer(self, socket=None):
@@ -179,7 +179,7 @@ def test_questions_about_tokens_are_answered_a_few_between_steps(monkeypatch):
     monkeypatch.setattr(finds, "TOKENS_AT_ONCE", 100)
     cache, looked, told, rung = Cache(num_pages=4, num_slots=2, page_size=64), [], [], []
     lending = Mock(grant=lambda chain, _: looked.append(len(chain)))
-    own = OpenFinds(cache, lending, lambda asked, answer: told.append((asked, answer)), Mock())
+    own = PendingFinds(cache, lending, lambda asked, answer: told.append((asked, answer)), Mock())
     own._ring = lambda: rung.append(len(told))
     for num_tokens in (64, 64, 257, 10, 30):
         own.add(Asked(b"who", b"1", Find(tokens=bytes(4 * num_tokens), salt="", least=0)))
@@ -197,7 +197,7 @@ def test_questions_beyond_what_may_wait_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(finds, "MOST_WAITING_TOKENS", 100)
     cache, told = Cache(num_pages=4, num_slots=2, page_size=64), []
     tell = lambda asked, _: told.append(asked.number)  # noqa: E731
-    waiting = OpenFinds(cache, Mock(grant=lambda *_: None), tell, Mock())
+    waiting = PendingFinds(cache, Mock(grant=lambda *_: None), tell, Mock())
     questions = [
         Asked(b"who", number, Find(tokens=bytes(4 * num), salt=salt, least=0))
         for number, num, salt in (

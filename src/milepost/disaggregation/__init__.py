@@ -3,7 +3,7 @@ never waits for it. The modules:
 
     called by the engine           exchange
     between scheduler and thread   connector
-    the thread                     links, door, peers, messages
+    the thread                     links, zap, peers, messages
     lending                        leases, lender, finds
     borrowing                      pulls
     transfer of bytes              transport, nixl, sockets, socket_reading, registered_pools

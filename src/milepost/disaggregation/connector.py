@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.cache import Cache, Match
 from milepost.cache.tree import Chain
-from milepost.disaggregation.finds import OpenFinds
+from milepost.disaggregation.finds import PendingFinds
 from milepost.disaggregation.leases import Leases, Lending
 from milepost.disaggregation.links import Links
 from milepost.disaggregation.messages import VERSION, Asked, Find, Hello, Pulled, Read, RemoteMatch
@@ -93,7 +93,7 @@ class Connector:
             clock=clock,
             ring=ring,
         )
-        self._asked = OpenFinds(cache, self.lending, self.links.tell, ring)
+        self._asked = PendingFinds(cache, self.lending, self.links.tell, ring)
         self.place = self.links.hello.host, self.links.hello.port
         self._wanted: dict[int, tuple[Request, Remote]] = {}
         """Requests that may fetch from a lease and have not begun to."""

@@ -19,7 +19,7 @@ MOST_WAITING_TOKENS = 2**24
 and whoever asked computes its prompt instead."""
 
 
-class OpenFinds:
+class PendingFinds:
     """Questions that wait for an answer, which goes to `tell`. `ring` has the next turn come."""
 
     def __init__(

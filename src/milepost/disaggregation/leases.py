@@ -1,4 +1,4 @@
-"""Leases: the parts of this engine that others may read, and until when; and `Borrowed`, those of
+"""Leases: the parts of this engine that others may read, and until when; and `HeldLeases`, those of
 other engines that requests here still need.
 
 A lease is granted by the engine's thread, and released, prolonged or expired by the thread that
@@ -192,7 +192,7 @@ BEATS = 6
 """Heartbeats per length of a lease."""
 
 
-class Borrowed:
+class HeldLeases:
     """Keeps leases that are valid for `lease_s` from each heartbeat, until a release ends them.
     Used by one thread."""
 

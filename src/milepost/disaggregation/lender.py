@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from milepost.disaggregation.door import Complaints, Door
 from milepost.disaggregation.leases import Leases, granted
 from milepost.disaggregation.messages import (
     ENCODER,
@@ -40,6 +39,7 @@ from milepost.disaggregation.messages import (
     endpoint,
     misfit,
 )
+from milepost.disaggregation.zap import ThrottledWarnings, ZapHandler
 from milepost.errors import ConfigError
 from milepost.kv_config import PeerNetworks
 from milepost.zeromq import between_engines, received_from
@@ -77,10 +77,10 @@ class Lender:
         self._timeout_s = timeout_s
         self._clock = clock
         self._tell = tell
-        self._complaints = Complaints(clock)
-        self.door = Door(context, peers, self._complaints)
+        self._warnings = ThrottledWarnings(clock)
+        self.zap = ZapHandler(context, peers, self._warnings)
         self.socket = between_engines(context.socket(zmq.ROUTER), MAX_QUESTION_BYTES)
-        self.door.guard(self.socket)
+        self.zap.guard(self.socket)
         self.hello = msgspec.structs.replace(hello, port=self._bind(hello))
         self._hellos: dict[bytes, tuple[str, int]] = {}
         """Maps the connection of an engine to the address where it can be asked in turn."""
@@ -119,7 +119,7 @@ class Lender:
             self._answer(host, who, rest)
         except BadMessageError as error:
             self._hellos.pop(who, None)
-            self._complaints.say("a question that is none of ours", f"{host}: {error}")
+            self._warnings.warn("a question that is none of ours", f"{host}: {error}")
         except Exception:  # whatever it was, other engines are served
             self._hellos.pop(who, None)
             logger.exception("a question of another engine, %s, could not be answered", host)
@@ -168,7 +168,7 @@ class Lender:
             return Declined("it has said hello")
         problem = misfit(question, self.hello)
         if problem:
-            self._complaints.say("an engine is refused", f"{host}: {problem}")
+            self._warnings.warn("an engine is refused", f"{host}: {problem}")
             return Declined(problem)
         if len(self._hellos) >= MAX_HELLOS:
             del self._hellos[next(iter(self._hellos))]
@@ -211,4 +211,4 @@ class Lender:
 
     def close(self) -> None:
         self.socket.close(linger=0)
-        self.door.close()
+        self.zap.close()

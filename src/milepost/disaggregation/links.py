@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from milepost.disaggregation.leases import Borrowed, Leases
+from milepost.disaggregation.leases import HeldLeases, Leases
 from milepost.disaggregation.lender import Lender
 from milepost.disaggregation.messages import (
     Asked,
@@ -76,8 +76,8 @@ class Links:
             raise
         self.hello = self._lender.hello
         self._peers = Peers(self._context, self.hello, transport, peers, timeout_s, clock)
-        self._borrowed = Borrowed(self._peers, lease_s, clock)
-        self._pulls = Pulls(self.hello, transport, self._peers, self._borrowed, **timed)
+        self._held_leases = HeldLeases(self._peers, lease_s, clock)
+        self._pulls = Pulls(self.hello, transport, self._peers, self._held_leases, **timed)
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         for socket in (self._bell, self._ear):
             socket.set_hwm(0)  # the engine never waits for the thread
@@ -155,30 +155,30 @@ class Links:
         try:
             self._transport.enter()
             while self._is_open:
-                self._hear()
+                self._poll()
                 self._serve()
                 self._pulls.look()
                 self._peers.give_up_late()
-                self._borrowed.beat()
+                self._held_leases.beat()
                 self._note_ends()
         except Exception as error:  # noqa: BLE001 - raised again in the engine's thread
             self._death = error
             self._ring()
 
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         """Handles messages and commands, or waits for some."""
         poller = zmq.Poller()
-        door = self._lender.door.socket
-        for socket in (self._ear, door, self._lender.socket, *self._peers.sockets):
+        zap = self._lender.zap.socket
+        for socket in (self._ear, zap, self._lender.socket, *self._peers.sockets):
             poller.register(socket, zmq.POLLIN)
         look_s = self._look_s()
         if look_s is not None:
             time.sleep(look_s)
         for socket, _ in poller.poll(self._wait_ms() if look_s is None else 0):
             if socket is self._ear:
-                self._obey()
-            elif socket is door:
-                self._lender.door.answer()
+                self._run_commands()
+            elif socket is zap:
+                self._lender.zap.answer()
             elif socket is self._lender.socket:
                 self._lender.answer()
             else:
@@ -210,12 +210,12 @@ class Links:
         waits = [
             self._peers.next_deadline,
             next_end if next_end != self._rung_for else None,
-            self._borrowed.next_beat,
+            self._held_leases.next_beat,
         ]
         known = [at for at in waits if at is not None]
         return int(max(min(known) - self._clock(), 0.0) * 1000) + 1 if known else None
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         self._ear.recv()
         while self._commands:
             self._commands.popleft()()

@@ -110,7 +110,7 @@ class PartReader:
                 )
                 self._commands.put(lambda: self._readings.update({command.transfer: reading}))
             case _:
-                self._commands.put(lambda: self._obey(ticket, command))
+                self._commands.put(lambda: self._carry_out(ticket, command))
 
     def close(self) -> None:
         """Ends the thread; reads are given up."""
@@ -124,14 +124,14 @@ class PartReader:
         try:
             self._transport.enter()
             while self._is_open:
-                self._hear()
+                self._poll()
                 if self._read_since is not None:
                     self._transport.make_progress()
                 self._look()
         except Exception as error:  # noqa: BLE001 - ends the rank
             self._fail(error)
 
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         """Carries out commands, or waits for some."""
         begun = [reading.begun_at for reading in self._readings.values()]
         begun += [since for *_, since in self._fences]
@@ -146,10 +146,10 @@ class PartReader:
             while True:
                 self._commands.get_nowait()()
 
-    def _obey(self, ticket: int, command: TransferCommand) -> None:
+    def _carry_out(self, ticket: int, command: TransferCommand) -> None:
         match command:
             case AddPeer():
-                self._meet(command.peer, command.endpoints[self._rank])
+                self._add_peer(command.peer, command.endpoints[self._rank])
             case RemovePeer():
                 peer = self._peers.pop(command.peer, None)
                 if peer is not None:
@@ -163,7 +163,7 @@ class PartReader:
                 self._transport.stop_progress()
         self._answer(ticket, True)
 
-    def _meet(self, number: int, endpoint: RankEndpoint) -> None:
+    def _add_peer(self, number: int, endpoint: RankEndpoint) -> None:
         """Adds a peer. If that fails, so do reads from it."""
         try:
             self._peers[number] = self._transport.add_peer(endpoint.metadata, endpoint.layout)

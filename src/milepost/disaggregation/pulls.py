@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from milepost.disaggregation.leases import Borrowed
+from milepost.disaggregation.leases import HeldLeases
 from milepost.disaggregation.messages import (
     Claim,
     Granted,
@@ -84,7 +84,7 @@ class Pulls:
         hello: Hello,
         transport: Transport,
         peers: Peers,
-        borrowed: Borrowed,
+        held_leases: HeldLeases,
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -93,7 +93,7 @@ class Pulls:
         self._layout, self._num_ranks = hello.layout, hello.num_ranks
         self._transport = transport
         self._peers = peers
-        self._borrowed = borrowed
+        self._held_leases = held_leases
         self._timeout_s = timeout_s
         self._clock = clock
         self._tell = tell
@@ -112,17 +112,17 @@ class Pulls:
 
     def hold(self, remote: Remote) -> None:
         """Asks what a lease covers, for a request that may want it."""
-        self._borrowed.hold(remote)
+        self._held_leases.hold(remote)
         self._claim(remote)
 
     def release(self, remote: Remote) -> None:
         """Releases a lease that nobody wants any more."""
         self._claims.pop(remote, None)
-        self._borrowed.release(remote)
+        self._held_leases.release(remote)
 
     def begin(self, pull: Pull) -> None:
         """Begins a pull, which ends with a `Pulled`."""
-        self._borrowed.hold(pull.remote)
+        self._held_leases.hold(pull.remote)
         self._under_way.append(pull)
         pull.asked_at = self._clock()
         claim = self._claims.get(pull.remote)
@@ -262,7 +262,7 @@ class Pulls:
     def _end(self, pull: Pull, problem: str) -> None:
         if pull.is_over:
             return
-        self._borrowed.let_go(pull.remote)
+        self._held_leases.let_go(pull.remote)
         self._claims.pop(pull.remote, None)
         self._under_way.remove(pull)
         pull.is_over = True

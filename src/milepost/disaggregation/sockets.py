@@ -17,11 +17,11 @@ import time
 
 import msgspec
 
-from milepost.disaggregation.door import Complaints
 from milepost.disaggregation.messages import BadMessageError, Layout, decoded
 from milepost.disaggregation.registered_pools import PieceViews, RegisteredMemory
 from milepost.disaggregation.socket_reading import SocketReading, fill, seconds_left
 from milepost.disaggregation.transport import TransferError, Transport
+from milepost.disaggregation.zap import ThrottledWarnings
 from milepost.errors import ConfigError
 from milepost.kv_config import KVTransferConfig
 
@@ -69,7 +69,7 @@ class Sockets(Transport):
         self._serving: set[socket.socket] = set()
         self._room = threading.BoundedSemaphore(MAX_READERS)
         self._closing = threading.Event()
-        self._complaints = Complaints(time.monotonic)
+        self._warnings = ThrottledWarnings(time.monotonic)
         threading.Thread(target=self._serve, name="kv pages", daemon=True).start()
 
     def metadata(self) -> bytes:
@@ -156,14 +156,14 @@ class Sockets(Transport):
             return None
         if host in self._peers:
             return sock
-        self._complaints.say("a reader of KV pages is no peer", host)
+        self._warnings.warn("a reader of KV pages is no peer", host)
         sock.close()
         return None
 
     def _rest(self, error: Exception) -> None:
         """Waits a while when files, threads or memory are short: other connections may end soon."""
         if not self._closing.is_set():
-            self._complaints.say("a reader of KV pages could not be accepted", error)
+            self._warnings.warn("a reader of KV pages could not be accepted", error)
             self._closing.wait(REST_S)
 
     def _send(self, sock: socket.socket) -> None:
@@ -175,7 +175,7 @@ class Sockets(Transport):
             except OSError:
                 pass  # the reader went away, or sent nothing for too long
             except _RefusedError as error:
-                self._complaints.say("a reader of KV pages is refused", error)
+                self._warnings.warn("a reader of KV pages is refused", error)
             except Exception:
                 logger.exception("a reader of KV pages could not be served")
         with self._lock:

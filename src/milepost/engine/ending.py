@@ -41,7 +41,7 @@ def end_with_program(
     return finalizer
 
 
-def heed_sigterm() -> None:
+def close_on_sigterm() -> None:
     """Ends all engines on SIGTERM too, unless the program handles the signal, or this is not its
     main thread."""
     is_main = threading.current_thread() is threading.main_thread()

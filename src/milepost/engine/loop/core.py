@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def wakers(self) -> list[socket.socket]:
-        """Sockets that are readable once `heed` has something to do."""
+        """Sockets that are readable once `handle_wakers` has something to do."""
         wakers = [part.waker for part in self.off_device if part.waker is not None]
         return wakers if self._team is None else [*wakers, self._team.alarm]
 
@@ -228,7 +228,7 @@ class Engine:
                 part.poll()
         self._is_stuck = False
 
-    def heed(self, ready: Sequence[socket.socket]) -> None:
+    def handle_wakers(self, ready: Sequence[socket.socket]) -> None:
         """Handles these readable wakers. Raises EngineDeadError if another rank is lost."""
         if self._team is not None and self._team.alarm in ready:
             with self._latch.fatal(BaseException):

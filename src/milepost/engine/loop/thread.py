@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from milepost.engine.ending import end_with_program, heed_sigterm
+from milepost.engine.ending import close_on_sigterm, end_with_program
 from milepost.engine.loop.core import Engine
 from milepost.engine.loop.group import RequestGroup
 from milepost.errors import EngineDeadError
@@ -55,7 +55,7 @@ class EngineThread:
         end_s = _END_S + engine.config.flush_s
         self._end = end_with_program(self, _end, self._todo, self._thread, engine.close, end_s)
         if engine.config.cache_dir is not None:
-            heed_sigterm()
+            close_on_sigterm()
 
     def close(self) -> None:
         """Closes the engine once what is queued is done. Later calls raise EngineDeadError."""

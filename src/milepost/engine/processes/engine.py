@@ -116,7 +116,7 @@ class Loop:
                 for add, form, problem in self._compiling.take():
                     self._add(add, form, problem)
             if any(waker in ready for waker in self._engine.wakers):
-                self._engine.heed(ready)
+                self._engine.handle_wakers(ready)
             if self._socket in ready:
                 num_bytes += self._read()
             if num_bytes >= MOST_BYTES and self._engine.has_work:

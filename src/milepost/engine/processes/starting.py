@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from milepost import logs
 from milepost.config import EngineConfig
 from milepost.engine import heap
-from milepost.engine.ending import end_with_program, heed_sigterm, without_interrupts, without_main
+from milepost.engine.ending import (
+    close_on_sigterm,
+    end_with_program,
+    without_interrupts,
+    without_main,
+)
 from milepost.engine.text import tokenizer_for
 from milepost.errors import EngineDeadError
 
@@ -84,7 +89,7 @@ class EngineProcess:
         arguments = (self._process, ours.dup(), self.is_ready, self.stop_s)
         self._finish = end_with_program(self, _finish, *arguments)
         if self._config.cache_dir is not None:
-            heed_sigterm()
+            close_on_sigterm()
         return ours
 
     def kill(self) -> None:

@@ -1,6 +1,6 @@
 """Decides who may connect: engines whose addresses are among this one's peers.
 
-ZeroMQ asks once for each connection, before it takes a message (ZAP,
+ZeroMQ asks a handler once for each connection, before it takes a message (ZAP,
 https://rfc.zeromq.org/spec/27). Used by the thread that talks to other engines.
 """
 
@@ -24,41 +24,39 @@ QUIET_S = 60.0
 MAX_KINDS = 64
 
 
-class Complaints:
+class ThrottledWarnings:
     """Logs misbehaviour of other engines without letting them fill a disk."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._said: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
         """Maps a kind to when it was last logged, and how often it has occurred since."""
         self._lock = threading.Lock()
 
-    def say(self, kind: str, detail: object = "") -> None:
-        """Logs a complaint unless it was logged recently. May be called from any thread."""
+    def warn(self, kind: str, detail: object = "") -> None:
+        """Logs a warning unless one of its kind was logged recently. May be called from any
+        thread."""
         with self._lock:
-            self._say(kind, detail)
-
-    def _say(self, kind: str, detail: object) -> None:
-        now = self._clock()
-        said_at, num_since = self._said.pop(kind, (now - QUIET_S, 0))
-        if now - said_at < QUIET_S:
-            self._said[kind] = said_at, num_since + 1
-            return
-        more = f" ({num_since} more since the last time)" if num_since else ""
-        logger.warning("%s: %s%s", kind, shown(detail), more)
-        self._said[kind] = now, 0
-        if len(self._said) > MAX_KINDS:
-            del self._said[next(iter(self._said))]
+            now = self._clock()
+            logged_at, num_since = self._logged.pop(kind, (now - QUIET_S, 0))
+            if now - logged_at < QUIET_S:
+                self._logged[kind] = logged_at, num_since + 1
+                return
+            more = f" ({num_since} more since the last time)" if num_since else ""
+            logger.warning("%s: %s%s", kind, shown(detail), more)
+            self._logged[kind] = now, 0
+            if len(self._logged) > MAX_KINDS:
+                del self._logged[next(iter(self._logged))]
 
 
-class Door:
+class ZapHandler:
     """Decides about connections to the sockets that `guard` was called with."""
 
     def __init__(
-        self, context: zmq.Context[Any], peers: PeerNetworks, complaints: Complaints
+        self, context: zmq.Context[Any], peers: PeerNetworks, warnings: ThrottledWarnings
     ) -> None:
         self._peers = peers
-        self._complaints = complaints
+        self._warnings = warnings
         self.socket = context.socket(zmq.REP)
         self.socket.bind("inproc://zeromq.zap.01")
 
@@ -72,7 +70,7 @@ class Door:
         host = address.decode("ascii", "replace")
         is_peer = host in self._peers
         if not is_peer:
-            self._complaints.say("a connection of no peer's is refused", host)
+            self._warnings.warn("a connection of no peer's is refused", host)
         status = (b"200", b"OK") if is_peer else (b"400", b"not a peer")
         self.socket.send_multipart([b"1.0", request, *status, b"", b""])
 
