@@ -57,7 +57,7 @@ class Lend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
 
 
 class EndLoan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Ends a loan, under which nobody reads any more."""
+    """Ends a loan after its last reader has finished."""
 
     lease: str
 
@@ -84,7 +84,7 @@ class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StopProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stops making progress, since nobody reads here any more."""
+    """Stops making progress, since the last reader has finished."""
 
 
 TransferCommand = (

@@ -54,7 +54,7 @@ class Exchange(OffDevice):
 
     @property
     def has_work(self) -> bool:
-        """Whether another engine is asked for a completion that is not queued yet."""
+        """Whether completions wait for the answer of another engine before they are queued."""
         return bool(self._looking)
 
     def hold(self, group: RequestGroup, completion: Completion) -> bool:

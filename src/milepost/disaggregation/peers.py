@@ -1,4 +1,4 @@
-"""Other engines, as this one asks them: a hello first, then questions, each with one answer.
+"""Connections to other engines: this one sends a hello, then questions, each with one answer.
 
 An engine that does not answer in time, refuses, sends an invalid answer or breaks off a transfer is
 dropped together with all open questions to it. The next question says hello again, since another

@@ -116,7 +116,7 @@ class Pulls:
         self._claim(remote)
 
     def release(self, remote: Remote) -> None:
-        """Releases a lease that nobody wants any more."""
+        """Releases a lease that no request needs any more."""
         self._claims.pop(remote, None)
         self._held_leases.release(remote)
 

@@ -54,7 +54,7 @@ class Transport:
         last."""
 
     def stop_progress(self) -> None:
-        """Stops making progress, since nobody reads from this engine any more."""
+        """Stops making progress, since the last reader of this engine has finished."""
 
     def cancel(self, transfer: Any) -> bool:
         """Ends a transfer that takes too long. Returns False while something may still write; the

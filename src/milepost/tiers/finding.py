@@ -28,7 +28,7 @@ reads.
 
 
 class FileFinder:
-    """Registers the names of files with `tiers`, and reads tokens that nothing else tells."""
+    """Registers the names of files with `tiers`, and reads the tokens that listeners need."""
 
     def __init__(self, files: Files, tiers: Tiers, readers: Threads, outcomes: Outcomes) -> None:
         self._files, self._tiers, self._readers = files, tiers, readers

@@ -28,7 +28,7 @@ def mask_of(vocab_size: int, token_ids: Sequence[int]) -> Mask:
 
 
 class FormGuide:
-    """Follows the tokens of one answer, and says which may come next according to its form."""
+    """Tracks the place of one answer in its form, and makes the masks of its next tokens."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class FormGuide:
         return mask_of(self.vocab_size, self._end_token_ids)
 
     def allows(self, token_id: int) -> bool:
-        """Whether a token may come next; for one that was sampled without a mask of its own."""
+        """Whether a token may come next. Used for tokens that were sampled without their mask."""
         if self._starts_after is not None or self.matcher.is_error():
             return True
         return bool(self.matcher.validate_tokens([token_id]) == 1)

@@ -68,7 +68,7 @@ class Guide:
         return self.form is None or self.form.follows(token_id)
 
     def allows(self, token_id: int) -> bool:
-        """Whether a token may come next; for one that was sampled without a mask of its own."""
+        """Whether a token may come next. Used for tokens that were sampled without their mask."""
         rules = self.restriction
         if rules is not None and not rules.allows(token_id, counts=self.counts):
             return False

@@ -97,7 +97,7 @@ class FormChecks:
             raise InvalidRequestError(f"{wanted.field}: {verdict}")
 
     async def _judge(self, text: str) -> str:
-        """Returns what is wrong with a form; empty if nothing is."""
+        """Returns an error message for a form; empty if it can be enforced."""
         async with self._turn:
             verdict, is_sure = await self._tried(text)
         if is_sure:
@@ -107,8 +107,8 @@ class FormChecks:
         return verdict
 
     async def _tried(self, text: str) -> tuple[str, bool]:
-        """Returns what is wrong with a form ("" for nothing), and whether a second try would say
-        the same."""
+        """Returns an error message for a form, empty if it can be enforced, and whether the
+        verdict is final."""
         if self._child.pid is None and not self.problem:
             await self.start()
         if self.problem:

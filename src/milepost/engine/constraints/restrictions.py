@@ -58,7 +58,7 @@ class Rules:
 
 
 class Restriction:
-    """Follows the tokens of one answer, and says which may come next according to `rules`."""
+    """Tracks the tokens of one answer, and makes the masks of its next tokens by `rules`."""
 
     def __init__(self, rules: Rules, prompt: NDArray[np.uint32]) -> None:
         self._rules = rules

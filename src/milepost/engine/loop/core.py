@@ -222,7 +222,7 @@ class Engine:
     # --- outside the device -----------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Takes in what has arrived from outside the device."""
+        """Handles the copies and messages that have arrived from outside the device."""
         for part in self.off_device:
             with self._latch.fatal(BaseException):
                 part.poll()
@@ -242,7 +242,7 @@ class Engine:
             return any(part.wait(AWAIT_S) for part in self.off_device)
 
     def do_idle_work(self) -> bool:
-        """Does what is due while nothing runs. Returns whether there will be more soon."""
+        """Copies and canonicalises while nothing runs. Returns whether more will be due soon."""
         has_more = [not self.has_work and part.do_idle_work() for part in self.off_device]
         return (not self.has_work and self._canonical.begin()) or any(has_more)
 

@@ -1,4 +1,4 @@
-"""Runs whatever touches one engine on a thread of its own, in the order in which it was asked for.
+"""Runs all calls to one engine on its own thread, in the order in which they were made.
 
 Callers may be many threads: a step that one of them waits for serves the requests of all. What ends
 a caller (Ctrl-C, an alarm's exception, a stream that is given up) ends its wait and never a step,

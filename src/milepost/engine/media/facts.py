@@ -1,4 +1,4 @@
-"""Facts of a model with images, for whoever makes its prompts, and the facts of one request.
+"""How images enter the prompts of a model, and how one request changes that.
 
 A request's `mm_processor_kwargs` have sizes of its images and videos, and frames of its videos, by
 the names that transformers' processors have. They never pass the server's own limits. Pure.

@@ -46,7 +46,7 @@ class Compiling:
         self._bell.close()
 
     def take(self) -> list[tuple[Add, CompiledForm | None, str]]:
-        """Returns the requests that are compiled, each with its form or what is wrong with it."""
+        """Returns the requests that are prepared, each with its form or an error message."""
         self.done.recv(4096)
         made = [number for number, (_, prepared) in self._pending.items() if prepared.done()]
         return [_outcome(*self._pending.pop(number)) for number in made]

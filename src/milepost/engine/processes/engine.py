@@ -124,7 +124,7 @@ class Loop:
             timeout = 0
 
     def _read(self) -> int:
-        """Handles some of what has arrived. Returns its number of bytes."""
+        """Reads and handles a piece of the input. Returns its number of bytes."""
         data = self._socket.recv(READ_BYTES)
         if not data:
             self._is_open = False

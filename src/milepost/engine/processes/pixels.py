@@ -23,7 +23,7 @@ class SentPixels:
         self._kept: KeptImages[Pixels] = KeptImages(max_bytes)
 
     def before(self, records: Sequence[PictureRecord]) -> Iterator[bytes]:
-        """Yields what is sent before a request with these pictures."""
+        """Yields the bytes to send before a request with these pictures."""
         for record in records:
             if self._kept.get(record.identity) is not None:
                 yield frame(SamePixels(record.identity))

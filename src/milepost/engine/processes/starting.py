@@ -177,7 +177,7 @@ T = TypeVar("T")
 
 
 class LoadedOnce(Generic[T]):
-    """Loads something when it is first asked for, and keeps it for later callers in the same event
+    """Loads a value at the first call of `get`, and keeps it for later callers in the same event
     loop."""
 
     def __init__(self, load: Callable[[], Coroutine[Any, Any, T]]) -> None:
