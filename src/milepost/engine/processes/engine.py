@@ -166,16 +166,13 @@ class Loop:
                 priority=message.priority,
                 form=form,
             )
-        except InvalidRequestError as error:
-            self.send(Refused(number=message.number, message=str(error)))
-            return
-        except QueueWaitError as error:
+        except (InvalidRequestError, QueueWaitError) as error:
             self._refuse(message.number, error)
             return
         self._groups[group.number] = self._queued[group.number] = group
 
-    def _refuse(self, number: int, error: QueueWaitError) -> None:
-        late_s = error.retry_after_s
+    def _refuse(self, number: int, error: InvalidRequestError | QueueWaitError) -> None:
+        late_s = error.retry_after_s if isinstance(error, QueueWaitError) else None
         self.send(Refused(number=number, message=str(error), retry_after_s=late_s))
 
     def _abort(self, number: int) -> None:
