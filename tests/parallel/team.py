@@ -11,11 +11,11 @@ import msgspec
 
 from milepost.config import EngineConfig
 from milepost.engine.assembly.rank import build_rank
+from milepost.engine.assembly.rank_messages import Tickets
 from milepost.engine.assembly.team import RankCommand, RankMessage, TicketedCommand
 from milepost.engine.processes.rank import serve
 from milepost.errors import EngineDeadError
 from milepost.parallel import Ranks
-from milepost.parallel.tickets import Tickets
 from tests.parallel.threads import Meeting, ThreadLink
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from milepost.engine.assembly import setup
+from milepost.engine.assembly.rank_messages import Tickets
 from milepost.errors import EngineDeadError
-from milepost.parallel.tickets import Tickets
 from milepost.tiers import disk as disk_module
 from milepost.tiers.holdings import MeasuredRates
 from milepost.tiers.rank_worker import RankTierWorker

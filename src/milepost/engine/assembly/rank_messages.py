@@ -1,6 +1,10 @@
-"""The messages between the first rank and the others."""
+"""The messages between the first rank and the others, and the tickets of open commands."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -62,3 +66,55 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 RankMessage = Record | TicketedCommand
 """The frames after the first."""
+
+
+@dataclass(slots=True)
+class _Open:
+    missing: int
+    future: Future[bool] = field(default_factory=Future)
+    is_well: bool = True
+
+
+class Tickets:
+    """Commands that `num_ranks` ranks have not all answered yet. Tickets may be taken and answered
+    from different threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: dict[int, _Open] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def take(self) -> tuple[int, Future[bool]]:
+        """Returns a new ticket. Its future tells whether all ranks succeeded, once all have
+        answered."""
+        with self._lock:
+            ticket, self._next = self._next, self._next + 1
+            one = _Open(self._num_ranks)
+            if self._error is None:
+                self._open[ticket] = one
+            else:
+                one.future.set_exception(self._error)
+        return ticket, one.future
+
+    def answer(self, ticket: int, is_well: bool) -> None:
+        """Records one rank's answer."""
+        with self._lock:
+            one = self._open.get(ticket)
+            if one is None:
+                return
+            one.missing -= 1
+            one.is_well = one.is_well and is_well
+            if one.missing:
+                return
+            del self._open[ticket]
+        one.future.set_result(one.is_well)
+
+    def fail(self, error: BaseException) -> None:
+        """Fails all open and later tickets, since no rank answers any more."""
+        with self._lock:
+            self._error = error
+            unanswered, self._open = list(self._open.values()), {}
+        for one in unanswered:
+            one.future.set_exception(error)

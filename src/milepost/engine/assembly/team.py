@@ -39,6 +39,7 @@ from milepost.engine.assembly.rank_messages import (
     RankFailure,
     RankMessage,
     TicketedCommand,
+    Tickets,
 )
 from milepost.engine.ending import without_interrupts, without_main
 from milepost.errors import EngineDeadError, MilepostError
@@ -46,7 +47,6 @@ from milepost.frames import framed, receive
 from milepost.logs import current
 from milepost.parallel import Ranks
 from milepost.parallel.gloo import GlooLink, open_store
-from milepost.parallel.tickets import Tickets
 
 logger = logging.getLogger(__name__)
 
