@@ -4,7 +4,7 @@
     begin and end            run, config, loading, stats
     paths                    app, api_docs, operation, rendering
     OpenAI endpoints         completions, chat, conversation
-    before the application   connections, http1, lingering, gate, callers
+    before the application   connections, http1, gate, callers
     a request's body         bodies, fields, protocol, parts, tools, unknown
     its interpretation       messages, forms, parameters
     towards the engine       service, generation, observers

@@ -21,12 +21,12 @@ from milepost.errors import ConfigError
 from milepost.server.errors import HttpError, body_of, json_response
 from milepost.server.http1 import (
     MAX_HEAD_BYTES,
+    Lingering,
     head_too_large,
     problem_of,
     until_half_closed,
     without_chunks,
 )
-from milepost.server.lingering import Lingering
 
 logger = logging.getLogger(__name__)
 
