@@ -24,7 +24,7 @@ from milepost.kernels.platform.tensors import cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRows:
+class RecordedTaps:
     """Inputs that are read from records and written to them. Places in records are pairs of a row
     and an input."""
 
@@ -47,7 +47,7 @@ class ShortConvRows:
     """[S] int64, the states that sequences begin with."""
     windows: conv.ConvLayout
     """The sequences' windows, with all states that they write as exports."""
-    records: RecordRows | None
+    records: RecordedTaps | None
     """None if no decoding sequence has drafts or had some in its step before."""
 
 
@@ -87,7 +87,7 @@ def find_recorded(batch: Batch, *, in_slots: bool) -> Ints:
     return np.full(len(batch.starts), -1) if batch.recorded is None else batch.recorded
 
 
-def _lay_out_records(batch: Batch, num_taps: int, *, in_slots: bool) -> RecordRows:
+def _lay_out_records(batch: Batch, num_taps: int, *, in_slots: bool) -> RecordedTaps:
     width, rows, recorded = num_taps - 1, batch.record_rows, find_recorded(batch, in_slots=in_slots)
     assert in_slots or batch.recorded is not None, "V1: only who keeps records verifies"
     drafts, inputs = num_drafts(batch), np.arange(width)
@@ -101,7 +101,7 @@ def _lay_out_records(batch: Batch, num_taps: int, *, in_slots: bool) -> RecordRo
     def send(numbers: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(batch.device)
 
-    return RecordRows(
+    return RecordedTaps(
         again=send(again),
         read=(send(rows[again][:, None].repeat(width, 1)), send(recorded[again][:, None] + inputs)),
         recorded=(send(rows.repeat(counts)), send(number)),
