@@ -71,6 +71,40 @@ def test_a_request_has_one_host(connection, version, hosts, status):
         assert f"{hosts} Host headers" in json.loads(body)["error"]["message"]
 
 
+def test_a_client_that_reads_nothing_of_a_whole_answer_is_dropped():
+    """It would hold its connection, and all that waits for it, for ever; one that reads slowly may
+    take longer than the limit."""
+    own = connections.protocol(max_connections=9, head_timeout_s=60.0, write_timeout_s=0.5)
+    length = 2**25
+
+    async def answer(scope, receive, send):
+        head = [(b"content-length", b"%d" % length)]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": b"a" * length})
+
+    async def ask():
+        config = uvicorn.Config(answer, ws="none")
+        config.load()
+        loop, state = asyncio.get_running_loop(), ServerState()
+        listening = await loop.create_server(lambda: own(config, state, {}), "127.0.0.1", 0)
+        async with listening, asyncio.timeout(20):
+            address = listening.sockets[0].getsockname()
+            _, never = await asyncio.open_connection(*address, limit=2**10)
+            reader, slow = await asyncio.open_connection(*address, limit=2**10)
+            for writer in (never, slow):
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            num_read = 0
+            while num_read < length:
+                num_read += len(await reader.read(2**20))
+                await asyncio.sleep(0.02)
+            slow.close()
+            while state.connections:
+                await asyncio.sleep(0.01)
+            never.close()
+
+    asyncio.run(ask())
+
+
 def test_a_client_that_closed_its_side_gets_its_answers():
     """`nc -N` does so behind the last byte of its requests."""
     own = connections.protocol(max_connections=9, head_timeout_s=60.0)

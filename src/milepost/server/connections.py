@@ -18,15 +18,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from milepost.errors import ConfigError
+from milepost.server import http1
 from milepost.server.errors import HttpError, body_of, json_response
-from milepost.server.http1 import (
-    MAX_HEAD_BYTES,
-    Lingering,
-    head_too_large,
-    problem_of,
-    until_half_closed,
-    without_chunks,
-)
+from milepost.server.http1 import Lingering, ReaderWatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +69,23 @@ def raise_file_limit() -> int:
     return wanted
 
 
-def protocol(*, max_connections: int, head_timeout_s: float) -> type[HttpToolsProtocol]:
+def protocol(
+    *, max_connections: int, head_timeout_s: float, write_timeout_s: float = 30.0
+) -> type[HttpToolsProtocol]:
     """Returns uvicorn's protocol within these limits."""
     options = {"max_connections": max_connections, "head_timeout_s": head_timeout_s}
+    options["write_timeout_s"] = write_timeout_s
     return type("BoundedProtocol", (_BoundedProtocol,), options)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     max_connections: int
     head_timeout_s: float
+    write_timeout_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         closing = self._lingering = Lingering(transport, self._is_receiving, self._linger)
+        self._watch = ReaderWatch(transport, self.write_timeout_s)
         super().connection_made(closing)  # type: ignore[arg-type]
         self._head_bytes = 0
         self._body_bytes = 0
@@ -104,8 +103,17 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         self._wait_for_head()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch.stop()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._watch.stop()
         self._incoming.is_whole = True
         self.pipeline.clear()
         super().connection_lost(exc)  # tells the request that arrived last
@@ -136,8 +144,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
-        if self._head_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes:
-            self._break(head_too_large())
+        if self._head_bytes - self._body_bytes > http1.MAX_HEAD_BYTES + self._body_bytes:
+            self._break(http1.head_too_large())
         elif len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
 
@@ -186,16 +194,16 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         """Refuses a head that cannot be served; any exception ends the parser."""
-        problem = problem_of(self.parser.get_http_version(), self.url, self.headers)
+        problem = http1.problem_of(self.parser.get_http_version(), self.url, self.headers)
         if problem is not None:
             self._break(problem)
             raise ValueError(problem.detail)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        app = until_half_closed(app, cycle, lambda: self._is_half_closed)
+        app = http1.until_half_closed(app, cycle, lambda: self._is_half_closed)
         if cycle.scope["http_version"] == "1.0":
-            app = without_chunks(app, cycle)
+            app = http1.without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:

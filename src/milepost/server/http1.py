@@ -1,10 +1,11 @@
 """Follows HTTP/1 where uvicorn does not: checks heads, sends no chunks to clients of HTTP/1.0,
-answers clients that closed their side of the connection, and closes connections so that clients
-which are still sending can read their answer."""
+answers clients that closed their side of the connection, closes connections so that clients which
+are still sending can read their answer, and drops clients that read none."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,3 +119,24 @@ class Lingering:
         self._is_finished = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
+
+
+class ReaderWatch:
+    """Drops a client that reads nothing of what waits for it, for `limit_s`. What waits was written
+    at once, so it only gets less while the client reads."""
+
+    def __init__(self, transport: asyncio.Transport, limit_s: float) -> None:
+        self._transport, self._limit_s = transport, limit_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, num_left: float = math.inf) -> None:
+        before, num_left = num_left, self._transport.get_write_buffer_size()
+        if num_left >= before:
+            self._transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._limit_s, self.start, num_left)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

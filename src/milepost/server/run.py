@@ -154,6 +154,7 @@ class HttpServer(uvicorn.Server):
                 http=protocol(
                     max_connections=service.config.max_connections or max_files - RESERVED_FILES,
                     head_timeout_s=service.config.head_timeout_s,
+                    write_timeout_s=service.config.write_timeout_s,
                 ),
                 timeout_keep_alive=math.ceil(service.config.keep_alive_timeout_s),
                 timeout_graceful_shutdown=int(limit + LAST_WORDS_S) + 1,
