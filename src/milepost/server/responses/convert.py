@@ -27,6 +27,9 @@ _SAME = (
 """Fields that a chat request has under the same name."""
 
 
+_SUMMARIES = ("compaction", "compaction_summary", "context_compaction")
+"""Types of summaries that only the server which made them can read. The model is told that one is
+missing, so that the user learns of it."""
 _MISSING = (
     "[Note: a summary of the conversation before this point is missing here, because another "
     "server encrypted it. Tell the user if it is needed.]"
@@ -87,7 +90,8 @@ def messages_of(
         messages.append(openai.Message(role="system", content=instructions))
     turn = _Turn(names)
     for item in items:
-        if type(item) in (kinds.OtherItem, kinds.MoreToolsItem):
+        is_other = isinstance(item, kinds.OtherItem) and item.type not in _SUMMARIES
+        if is_other or isinstance(item, kinds.MoreToolsItem):
             continue
         if not turn.takes(item):
             messages += turn.close()
@@ -165,7 +169,7 @@ class _Turn:
 
 def _plain(item: ResponseItem) -> openai.Message:
     """Returns an item that is not the assistant's as a message."""
-    if isinstance(item, kinds.CompactionItem):
+    if isinstance(item, kinds.OtherItem):
         return openai.Message(role="user", content=_MISSING)
     if isinstance(item, kinds.MessageItem):
         return openai.Message(role=item.role, content=_content(_parts(item.content)))

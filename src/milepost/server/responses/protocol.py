@@ -230,7 +230,6 @@ ResponseItem: Any = tagged(
     McpCallItem,
     MoreToolsItem,
     ItemReference,
-    CompactionItem,
     OtherItem,
     other=lambda kind: MessageItem if kind is None else OtherItem,
 )
