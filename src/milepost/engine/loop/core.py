@@ -21,7 +21,7 @@ from milepost.engine.loop.failure import FailureLatch
 from milepost.engine.loop.group import Intake, RequestGroup
 from milepost.engine.loop.pipeline import StepPipeline
 from milepost.engine.loop.pixels import PixelStore
-from milepost.engine.loop.tiering import open_off_device
+from milepost.engine.loop.tiering import close_off_device, open_off_device
 from milepost.engine.loop.trace_recording import TraceRecorder
 from milepost.engine.metrics import Metric, collect
 from milepost.engine.prompts import Prompt
@@ -289,8 +289,7 @@ class Engine:
         self._is_closed = True
         for group in self._completions.groups():
             self.abort(group)
-        for part in self.off_device:
-            part.close(is_whole=self._latch.is_alive)
+        close_off_device(self.off_device, is_whole=self._latch.is_alive)
         if self._trace is not None:
             self._trace.close()
         device, self.off_device = self.runner.pools.device, ()

@@ -4,7 +4,7 @@ runs the tiers: loads and stores between steps, and how fast they are."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -190,3 +190,10 @@ def open_off_device(
             tell = lambda body: ask(AnnexCommand(body))  # noqa: E731
         exchange = parts.access.off_device(scheduler, parts.runner, enter, tell)
     return tuple(part for part in (tiers, exchange, events) if part is not None)
+
+
+def close_off_device(parts: Sequence[OffDevice], *, is_whole: bool) -> None:
+    """Closes all parts, as `OffDevice.close` says. The caller's frame keeps none of them, since
+    they have the runner."""
+    for part in parts:
+        part.close(is_whole=is_whole)

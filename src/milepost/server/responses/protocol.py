@@ -211,13 +211,6 @@ class OtherItem(_AnyItem, LeftOutBody):
         yield self.type
 
 
-class CompactionItem(OtherItem):
-    """A summary that only the server which made it can read. The model is told that one is missing,
-    so that the user learns of it."""
-
-    type: Literal["compaction", "compaction_summary", "context_compaction"]
-
-
 ResponseItem: Any = tagged(
     MessageItem,
     ReasoningItem,
