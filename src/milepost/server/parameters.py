@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from milepost.engine.text import with_defaults
 from milepost.sampling_params import SamplingParams
 from milepost.server.protocol import ChatRequest, CompletionRequest, Sampling
 
-_SAME = {field.name for field in fields(SamplingParams)}.intersection(Sampling.model_fields)
-_SAME -= {"logit_bias", "structured_outputs"}
-"""Fields that SamplingParams takes as they are."""
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "thinking_token_budget", "min_tokens", "prompt_logprobs", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+"""Fields that SamplingParams has under the same name."""
 
 
 Defaults = Mapping[str, int | float]

@@ -21,8 +21,9 @@ from milepost.server.responses.protocol import (
 from milepost.server.responses.tools import Names, ResponseTool, choice_for_chat, for_chat
 
 _SAME = (
-    *openai.AnswerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs",
-    "mm_processor_kwargs",
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "top_k", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "cache_salt",
+    "chat_template_kwargs", "mm_processor_kwargs", "priority",
 )  # fmt: skip
 """Fields that a chat request has under the same name."""
 
@@ -64,6 +65,7 @@ def to_chat(request: ResponsesRequest, items: Sequence[ResponseItem]) -> Convert
         tool_choice=choice_for_chat(request.tool_choice, names),
         response_format=_form(request),
         reasoning_effort=effort,
+        kv_transfer_params=request.kv_transfer_params,
         **sampling,
     )
     return Converted(chat=chat, names=names)
