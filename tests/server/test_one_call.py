@@ -27,10 +27,12 @@ STEPS = [
 def answered(monkeypatch, *, all_at_once: bool):
     """The body of a response whose steps had all come before it was read, or one after another."""
     given_up = []
-    client = SimpleNamespace(forget=lambda stream: given_up.append(bool(stream.open)))
+
+    def forget(stream):
+        given_up.append(bool(stream.open))
 
     def submit(_, prompts, params, *, keeps_steps, **__):
-        stream = Stream([1], params.n, client, keeps_steps=keeps_steps)
+        stream = Stream([1], params.n, forget, keeps_steps=keeps_steps)
         loop = asyncio.get_running_loop()
         for number, deltas in enumerate(STEPS):
             output = Output(1, deltas, finished=number == len(STEPS) - 1)
@@ -56,7 +58,7 @@ def answered(monkeypatch, *, all_at_once: bool):
         http = SimpleNamespace(scope=scope, receive=asyncio.Event().wait, headers={})
         try:
             turn = await conversation.begin(own, request, http, field="messages")
-            return await _ChatWriter(own, request, turn, "1", "tiny", None).whole()
+            return await _ChatWriter(own, turn, "1", "tiny").whole()
         finally:
             await own.close()
 

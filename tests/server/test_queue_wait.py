@@ -39,7 +39,7 @@ def refused(path, body):
         own.client.forget = lambda stream, **_: dropped.append(stream)
 
         def add(prompts, params, **_options):
-            stream = Stream([1], params.n, own.client)
+            stream = Stream([1], params.n, own.client.forget)
             error = QueueWaitError("later", retry_after_s=17)
             asyncio.get_running_loop().call_soon(stream.fail, error)
             return stream

@@ -26,7 +26,7 @@ CLOSED = [*THOUGHT, ("</think>", CLOSE), ("\n\n", 14)]
 
 def counted(monkeypatch, pieces, joins):
     """Of an answer of these pieces, a token each; the server reads so many of them at once."""
-    stream = Stream([1], 1, SimpleNamespace(forget=lambda _: None))
+    stream = Stream([1], 1, lambda _: None)
     steps = [[Delta(0, text, [token])] for text, token in pieces]
     steps.append([Delta(0, "", [15], finish_reason="stop")])
 
@@ -55,7 +55,7 @@ def counted(monkeypatch, pieces, joins):
         try:
             turn = await conversation.begin(own, chat, http, field="input")
             request = ResponsesRequest(input="a")
-            return await Writer(request, turn, "tiny", None, Names(()), lambda _: None).whole()
+            return await Writer(request, turn, "tiny", Names(()), lambda _: None).whole()
         finally:
             await own.close()
 

@@ -5,7 +5,6 @@ import json
 import random
 import re
 from collections import defaultdict
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -133,7 +132,7 @@ def send(monkeypatch, tokenizer):
 
         def submit(_, prompts, params, **__):
             seen.append(params)
-            stream = Stream([1], 1, SimpleNamespace(forget=lambda _: None))
+            stream = Stream([1], 1, lambda _: None)
             for number, text in enumerate([*answer, ""]):
                 is_last = number == len(answer)
                 score = Logprob(logprob=-0.5, rank=1, decoded_token=text)

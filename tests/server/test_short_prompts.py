@@ -14,6 +14,7 @@ from milepost.sampling_params import SamplingParams
 from milepost.server import stats
 from milepost.server.config import ServerConfig
 from milepost.server.generation import Generation
+from milepost.server.protocol import CompletionRequest
 from tests.server.inprocess import INFO, request_scope, service
 
 
@@ -54,9 +55,9 @@ def test_an_answer_to_a_short_prompt_says_so_in_the_log_once(said, monkeypatch):
     async def ask(num_tokens):
         monkeypatch.setattr(own, "submit", lambda *_, **__: ShortAnswers(report(num_tokens)))
         scope = request_scope()
-        prompts = [Prompt(token_ids=[5] * num_tokens)]
-        options = {"scope": scope, "priority": 0, "field": "prompt"}
-        async for _ in Generation(own, prompts, SamplingParams(), **options).deltas():
+        request, prompts = CompletionRequest(prompt="a"), [Prompt(token_ids=[5] * num_tokens)]
+        options = {"scope": scope, "field": "prompt"}
+        async for _ in Generation(own, request, prompts, SamplingParams(), **options).deltas():
             pass
 
     async def run():

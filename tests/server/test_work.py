@@ -59,7 +59,7 @@ def test_a_streamed_token_takes_few_calls(monkeypatch):
         try:
             turn = await conversation.begin(own, request, http, field="messages")
             assert isinstance(turn.generation, Generation)
-            events = _ChatWriter(own, request, turn, "1", "tiny", None).events()
+            events = _ChatWriter(own, turn, "1", "tiny").events()
             sys.setprofile(count)
             found = [event async for event in events]
             sys.setprofile(None)

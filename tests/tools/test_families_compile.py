@@ -25,13 +25,13 @@ def compiled(chip: str, dtype: str, *families: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """From one process: to start it takes as long as to compile."""
-    return compiled("sm_90", "bfloat16", "falcon_h1:mamba2._norm_kernel", "lfm3:short_conv")
+    return compiled("sm_90", "bfloat16", "falcon_h1:gated_norm._norm_kernel", "lfm3:short_conv")
 
 
 def test_mamba2_without_a_norm_compiles(found):
     """As Falcon-H1 is published."""
     assert found["falcon_h1"] == {
-        "kernels": ["recurrent.portable.mamba2._norm_kernel"],
+        "kernels": ["recurrent.portable.gated_norm._norm_kernel"],
         "refused": {},
     }
 

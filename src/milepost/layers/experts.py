@@ -138,17 +138,23 @@ class Experts(nn.Module):
         return self.up.form, self.down.form
 
     def placements(self) -> WeightSlots:
-        """Returns placements keyed by full names: of tensors with all experts, if the checkpoint
+        """Returns placements keyed by full names: of tensors with all experts, where the checkpoint
         stacks them, or of each expert's own; and those of the shared expert."""
         placements = self._place_shared()
         names, units = self.names.projections, self.sizes.units
-        if self.can_be_stacked and self.scope.has(self.names.stacked[0]):
-            up, down = self.names.stacked
-            in_two = (up,) * (len(names) - 1) + (down,)
-            for each in self._projections(in_two, units):
-                placements |= self._place_stacked(each)
-            return placements
-        projections = self._projections(names, units)
+        up, down = self.names.stacked
+        stacked_up, stacked_down = self._projections((*(up,) * (len(names) - 1), down), units)
+        *ups, last = self._projections(names, units)
+        for stacked, single in ((stacked_up, ups), (stacked_down, [last])):
+            if self.can_be_stacked and self.scope.has(stacked.name):
+                placements |= self._place_stacked(stacked)
+            else:
+                placements |= self._place_singly(single)
+        return placements
+
+    def _place_singly(self, projections: list[Projection]) -> WeightSlots:
+        """Places projections that have one tensor per expert."""
+        placements: WeightSlots = {}
         for expert, number in self.sizes.numbers:
             for each in projections:
                 path = self.scope.full(f"{self.names.single}.{number}.{each.name}")
