@@ -16,6 +16,11 @@ def test_runs(first):
         fuzz.run(seed)
 
 
+def test_a_branch_point_that_a_verifying_step_passes_is_not_exported():
+    """A preempted request's last prompt token came with drafts, in a step that writes no state."""
+    fuzz.run(931362)
+
+
 def test_pages_that_moved_beside_a_step_that_is_cut_short_are_forgotten():
     """Nobody knows whether a plan of copies alone, made behind that step, has been run."""
     fuzz.run(91240, 60)

@@ -57,8 +57,8 @@ class Running:
         self, allocation: Allocation, end: int, most: int | None = None, num_drafts: int = 0
     ) -> list[Export]:
         """Plans the chunk that ends at `end` and the `num_drafts` drafts after it. Returns the
-        exports of the states to keep in it: the deepest, at most `most` of them. A chunk without
-        tokens only folds in what is committed.
+        exports of the states to keep in it: the deepest, at most `most` of them, and none beside
+        drafts, which write no state. A chunk without tokens only folds in what is committed.
 
         Takes only slots that are free or merely cached. A state for which there is none is skipped;
         nothing waits for a slot.
@@ -75,7 +75,7 @@ class Running:
         allocation.window_copy = None
         self._windows.extend(allocation)
         exports: list[Export] = []
-        if self._may_export(allocation, start):
+        if not num_drafts and self._may_export(allocation, start):
             exports = self._make_exports(allocation, start, end, most)
         self._free_kept(allocation, end)
         return exports
