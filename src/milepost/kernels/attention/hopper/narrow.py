@@ -44,7 +44,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     kv = as_bytes(as_rows(call.kv.pool).flatten(1))
     box = min(HOPPER_BLOCK, page_size)
-    _attend_kernel[(num_kv_heads, len(work))](
+    _attend_kernel[(num_kv_heads * len(work),)](
         call.arguments(work),
         TensorDescriptor.from_tensor(kv, [box, head_dim], _BYTES),
         TensorDescriptor.from_tensor(kv.view(torch.int32), [box, head_dim // 4], _WORDS),
@@ -68,14 +68,14 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
 @gluon.jit(do_not_specialize=["page_rows", "table_stride"])
 def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl.constexpr):
     """Attends from one item to one KV head; warps divide tokens of scores, and dimensions of
-    results."""
+    results. The grid has one dimension, as CUDA allows only 65,535 programs in others."""
     ROWS: gl.constexpr = SIZES.rows
     BLOCK: gl.constexpr = SIZES.block
     STAGES: gl.constexpr = SIZES.stages
     TILES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     COLUMN: gl.constexpr = gl.SliceLayout(0, TILES)
     WORDS: gl.constexpr = SIZES.head_dim // 4
-    i_h = gl.program_id(0)
+    i_h = gl.program_id(0) % SIZES.kv_heads
     ring = gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK, SIZES.head_dim], keys.layout)
     word_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, WORDS], values.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
@@ -83,7 +83,7 @@ def _attend_kernel(call, keys, values, scale, page_rows, table_stride, SIZES: gl
         mbarrier.init(bars.index(bar), count=1)
     thread_barrier()
     launch_dependents()
-    item = load_item(call.work.base, gl.program_id(1))
+    item = load_item(call.work.base, gl.program_id(0) // SIZES.kv_heads)
     begin, end, position = item.begin, item.end, item.position
     table = call.tables + item.table_row.to(gl.int64) * table_stride
     stream = KVStream(keys, values, ring, word_ring, bars, table, page_rows, i_h, begin, end)

@@ -60,7 +60,7 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv = as_rows(call.kv.pool).flatten(1)
-    _attend_kernel[(num_kv_heads, len(work))](
+    _attend_kernel[(num_kv_heads * len(work),)](
         call.arguments(work),
         TensorDescriptor.from_tensor(kv, [HOPPER_BLOCK, head_dim], layout),
         call.scale_of_2,
@@ -93,10 +93,10 @@ def _attend_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Attends from one item to one KV head. Padding has no KV and no rows, so nothing is read or
-    written for it."""
-    i_h = gl.program_id(0)
+    written for it. The grid has one dimension, as CUDA allows only 65,535 programs in others."""
+    i_h = gl.program_id(0) % SIZES.kv_heads
     launch_dependents()
-    item = load_item(call.work.base, gl.program_id(1))
+    item = load_item(call.work.base, gl.program_id(0) // SIZES.kv_heads)
     wait_for_inputs()
     if item.num_tokens == 0:
         return
@@ -160,8 +160,8 @@ def _consume(call, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZES.head_dim, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    query, i_h = call.query, gl.program_id(0)
-    item = load_item(call.work.base, gl.program_id(1))
+    query, i_h = call.query, gl.program_id(0) % SIZES.kv_heads
+    item = load_item(call.work.base, gl.program_id(0) // SIZES.kv_heads)
 
     queries = blocks.queries.index(half)
     row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LOADED))
@@ -194,4 +194,4 @@ def _consume(call, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, RESULT))[:, None]
     if call.kv_scales is not None:
         acc *= gl.load(call.kv_scales + SIZES.kv_heads + i_h)
-    store(call, item, row, m, l, acc, half, SIZES)
+    store(call, item, i_h, row, m, l, acc, half, SIZES)

@@ -187,14 +187,14 @@ def clean(source, target, num_valid, BLOCK: gl.constexpr, LOADED: gl.constexpr):
 
 
 @gluon.jit
-def store(call, item, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
+def store(call, item, i_h, row, m, l, acc, half: gl.constexpr, SIZES: gl.constexpr):
     """Writes results, times the sigmoid of the gates if there are any; or partial results with
     their LSE. `row` [64] is in the scores' layout."""
     GROUP: gl.constexpr = SIZES.group
     HEADS: gl.constexpr = SIZES.kv_heads * GROUP
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     RESULT: gl.constexpr = acc.type.layout
-    gate, output, partials, i_h = call.gate, call.output, call.partials, gl.program_id(0)
+    gate, output, partials = call.gate, call.output, call.partials
     wide_row = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, RESULT))
     o_e = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, RESULT))
     token = (item.first + wide_row // GROUP).to(gl.int64)

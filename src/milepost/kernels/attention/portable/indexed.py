@@ -41,7 +41,7 @@ def attend(
     sizes = sizes_of(kv, selection)
     selected = select(kv, tokens, selection, sizes)
     group = num_heads // sizes.kv_heads
-    _attend_kernel[(sizes.kv_heads, num_tokens)](
+    _attend_kernel[(sizes.kv_heads * num_tokens,)](
         query,
         gates,
         selected,
@@ -87,10 +87,12 @@ def _attend_kernel(
     SIZES: tl.constexpr,
 ):
     """Attends from a token's query heads of one KV head: first to selected blocks, then to the
-    tokens after the last whole block."""
+    tokens after the last whole block. The grid has one dimension, as CUDA allows only 65,535
+    programs in others."""
     launch_dependents()
     wait_for_inputs()
-    i_h, i_t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_h = tl.program_id(0) % SIZES.kv_heads
+    i_t = (tl.program_id(0) // SIZES.kv_heads).to(tl.int64)
     row = tl.load(rows + i_t)
     if row < 0:
         return
