@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Batch
-from milepost.kernels.mtp import Carried, CarryRows, keep_states, lay_out
-from milepost.kernels.platform.device import Chip
+from milepost.kernels.mtp import Carried, CarryOperation, CarryRows, keep_states
 from milepost.kernels.rows import take_from_host
 
 __all__ = [
@@ -45,16 +43,9 @@ NUM_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NgramOperation:
-    """Says which of a step's tokens begin a sequence, and which states are kept."""
-
-    def lay_out(self, batch: Batch) -> CarryRows:
-        """Lays out a step as for a head, which carries a state beside those of slots likewise."""
-        return lay_out(batch)
-
-    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """Returns nothing: the fused kernel runs on every chip that Triton supports."""
-        return ""
+class NgramOperation(CarryOperation):
+    """Says which of a step's tokens begin a sequence, and which states are kept, as for a head,
+    which carries a state beside those of slots likewise."""
 
 
 @dataclass(frozen=True, slots=True)

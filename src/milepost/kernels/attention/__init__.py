@@ -23,7 +23,7 @@ from milepost.kernels.attention.items import AttentionItems, Tiling
 from milepost.kernels.attention.pages import AttentionRows, PagedKV, rows_per_page
 from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.attention.table import ATTENTION
-from milepost.kernels.layout.batch import Batch
+from milepost.kernels.layout.batch import Batch, Operation
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
 
@@ -48,7 +48,7 @@ AttentionLayout = AttentionItems | AttentionRows | IndexedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOperation:
+class AttentionOperation(Operation):
     """Attention to heads of these sizes."""
 
     num_heads: int
@@ -101,13 +101,9 @@ class AttentionOperation:
         )
         return _lay_out(batch, tiling)
 
-    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """Returns nothing: the fused kernels run on every chip that runs Triton's."""
-        return ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentOperation:
+class LatentOperation(Operation):
     """Attention to latents of these sizes."""
 
     num_heads: int

@@ -38,6 +38,14 @@ class OutputGate(NamedTuple):
     """Entries of the output per gate; None if it is one. (A 1 would be a constant, and Triton 3.6
     takes constants inside tuples for None after a `return`.)"""
 
+    @staticmethod
+    def of(gate: Tensor | None, width: int) -> OutputGate:
+        """Returns the gates of outputs of `width` entries."""
+        if gate is None:
+            return OutputGate(None, 0, None)
+        each = width // gate.shape[1]
+        return OutputGate(gate, gate.stride(0), each if each > 1 else None)
+
 
 class WorkItems(NamedTuple):
     """Items [N, ITEM_SIZE], and the first partial result of each token [T + 1]."""
@@ -114,10 +122,7 @@ class AttentionCall:
 
     @property
     def output_gate(self) -> OutputGate:
-        if self.gate is None:
-            return OutputGate(None, 0, None)
-        each = self.output.shape[1] // self.gate.shape[1]
-        return OutputGate(self.gate, self.gate.stride(0), each if each > 1 else None)
+        return OutputGate.of(self.gate, self.output.shape[1])
 
     @property
     def extents(self) -> tuple[int, int]:

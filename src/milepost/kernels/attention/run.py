@@ -18,6 +18,7 @@ from milepost.kernels.attention.arguments import AttentionCall, make_partials
 from milepost.kernels.attention.items import AttentionItems
 from milepost.kernels.attention.pages import PagedKV, fits_tma
 from milepost.kernels.attention.portable import attend as portable
+from milepost.kernels.attention.portable.blocks import load_gate
 from milepost.kernels.attention.portable.prepare import dequantise
 from milepost.kernels.attention.portable.tiles import AttentionTile, KVTiles
 from milepost.kernels.platform.device import probe
@@ -161,10 +162,7 @@ def _combine_kernel(
     inside = o_e < HEAD_DIM
     step = tl.arange(0, STEP)
     if gate.base is not None:
-        column = head * HEAD_DIM + o_e
-        column = column if gate.each is None else column // gate.each
-        p_gate = gate.base + token * gate.stride + column
-        b_g = tl.load(p_gate, mask=inside, other=0.0)
+        b_g = load_gate(gate, token, head * HEAD_DIM + o_e, inside)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros([PART], tl.float32)

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Batch, Ints, ordinals_of
-from milepost.kernels.platform.device import Chip
+from milepost.kernels.layout.batch import Batch, Ints, Operation, ordinals_of
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.platform.tensors import cast
 
@@ -96,16 +95,12 @@ def lay_out(batch: Batch) -> CarryRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CarryOperation:
+class CarryOperation(Operation):
     """Says which hidden state precedes each token, and which ones slots carry on."""
 
     def lay_out(self, batch: Batch) -> CarryRows:
         """Lays out a step, alike for kernels and definitions."""
         return lay_out(batch)
-
-    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """Returns nothing: the fused kernels run on every chip that Triton supports."""
-        return ""
 
 
 class _TokenPlaces(NamedTuple):

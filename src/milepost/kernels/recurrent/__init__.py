@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from milepost.kernels.layout import chunks
-from milepost.kernels.layout.batch import Batch, padded
+from milepost.kernels.layout.batch import Batch, Operation, padded
 from milepost.kernels.layout.chunks import Array, ChunkLayout
 from milepost.kernels.platform.device import Chip
 from milepost.kernels.platform.tables import SumOrder
@@ -127,7 +127,7 @@ def takes_drafts_fused(key_dim: int, value_dim: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentOperation:
+class RecurrentOperation(Operation):
     """A token mixer, computed in chunks of `chunk` tokens."""
 
     sizes: MixerSizes

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from milepost.kernels.layout.batch import Batch, padded
-from milepost.kernels.platform.device import Chip
+from milepost.kernels.layout.batch import Batch, Operation, padded
 from milepost.kernels.short_conv import reference
 from milepost.kernels.short_conv.reference import (
     ShortConvRows,
@@ -63,7 +62,7 @@ class ShortConvItems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvOperation:
+class ShortConvOperation(Operation):
     """Convolutions of `num_taps` taps."""
 
     num_taps: int
@@ -75,10 +74,6 @@ class ShortConvOperation:
         if batch.chip is None:
             return reference.lay_out(batch, self.num_taps, in_slots=self.in_slots)
         return _lay_out_items(batch, in_slots=self.in_slots)
-
-    def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
-        """Returns nothing: the fused kernels run on every chip that Triton supports."""
-        return ""
 
 
 def _lay_out_items(batch: Batch, *, in_slots: bool) -> ShortConvItems:

@@ -27,7 +27,7 @@ from milepost.kernels.attention.hopper.narrow_parts import (
     take,
 )
 from milepost.kernels.attention.pages import as_bytes, as_rows
-from milepost.kernels.attention.portable.blocks import load_item
+from milepost.kernels.attention.portable.blocks import load_gate, load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
 from milepost.kernels.platform.gluon import thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
@@ -169,9 +169,7 @@ def _store(call, item, i_h, b_o, b_lse, SIZES: gl.constexpr):
     else:
         at = token[None, :, None, None]
         if gate.base is not None:
-            column = inside if gate.each is None else inside // gate.each
-            p_gate = gate.base + at * gate.stride + column
-            b_g = gl.load(p_gate, mask=held, other=0.0)
+            b_g = load_gate(gate, at, inside, held)
             b_o = b_o / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         gl.store(output + at * WIDTH + inside, b_o.to(output.dtype.element_ty), mask=held)
 

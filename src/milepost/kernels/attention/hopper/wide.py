@@ -35,7 +35,7 @@ from milepost.kernels.attention.hopper.wide_parts import (
 from milepost.kernels.attention.pages import as_rows
 from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
-from milepost.kernels.platform.gluon import load_box
+from milepost.kernels.platform.gluon import load_box, open_bars, wait_free, wait_loaded
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES = 2
@@ -106,13 +106,7 @@ def _attend_kernel(
     queries = gl.allocate_shared_memory(dtype, [2, 64, SIZES.head_dim], kv.layout)
     keys = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(bars.index(stage), count=1)
-        mbarrier.init(bars.index(STAGES + stage), count=2)
-        mbarrier.init(bars.index(2 * STAGES + stage), count=1)
-        mbarrier.init(bars.index(3 * STAGES + stage), count=2)
-    blocks = SharedBlocks(queries, keys, values, bars)
+    blocks = SharedBlocks(queries, keys, values, open_bars(STAGES, 1, 2), open_bars(STAGES, 1, 2))
     kv_range = Range(kv, table, item.begin, item.end, page_rows, i_h)
     gl.warp_specialize(
         [
@@ -129,22 +123,17 @@ def _attend_kernel(
 def _produce(kv_range, blocks, SIZES: gl.constexpr):
     """Loads every block of the range as soon as its place is free."""
     SIZE: gl.constexpr = SIZES.block * SIZES.head_dim * 2
-    STAGES: gl.constexpr = SIZES.stages
-    bars = blocks.bars
     column = kv_range.i_h * SIZES.head_dim
     i_b = 0
     for i_kv in range(kv_range.begin, kv_range.end, SIZES.block):
-        stage = i_b % STAGES
-        # The phase before a barrier's first one counts as complete.
-        phase = (i_b // STAGES & 1) ^ 1
         page = gl.load(kv_range.table + i_kv // SIZES.page_size)
         row = page * kv_range.page_rows + i_kv % SIZES.page_size
-        mbarrier.wait(bars.index(STAGES + stage), phase)
-        loaded = bars.index(stage)
+        stage = wait_free(blocks.key_bars, i_b)
+        loaded = blocks.key_bars.index(stage)
         mbarrier.expect(loaded, SIZE)
         load_box(kv_range.kv, [row, column], loaded, blocks.key_blocks.index(stage))
-        mbarrier.wait(bars.index(3 * STAGES + stage), phase)
-        loaded = bars.index(2 * STAGES + stage)
+        wait_free(blocks.value_bars, i_b)
+        loaded = blocks.value_bars.index(stage)
         mbarrier.expect(loaded, SIZE)
         load_box(
             kv_range.kv, [row + SIZES.page_size, column], loaded, blocks.value_blocks.index(stage)
@@ -176,15 +165,13 @@ def _consume(call, scale, blocks, half: gl.constexpr, SIZES: gl.constexpr):
     last_seen = item.position + row // GROUP
     if call.kv_scales is not None:
         scale *= gl.load(call.kv_scales + i_h)
-    scale += gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    own = SharedBlocks(queries, blocks.key_blocks, blocks.value_blocks, blocks.bars)
+    own = SharedBlocks(queries, *blocks[1:])
     m, l, acc, b_p, i_b = attend_blocks(own, scale, item, last_seen, SCORES, RESULT, SIZES)
     num_left = (item.end - item.begin) % BLOCK
     if num_left == 0:
-        acc = add_values(own, acc, b_p, i_b, SIZES)
+        acc = add_values(own, acc, b_p, i_b)
     else:
-        stage = i_b % SIZES.stages
-        mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
+        stage = wait_loaded(blocks.value_bars, i_b)
         # Values past the end may be NaN, and a weight of 0 times NaN is NaN. The cleaned values
         # overwrite the queries of this group, which are no longer needed.
         clean(blocks.value_blocks.index(stage), queries, num_left, BLOCK, LOADED)

@@ -11,10 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from milepost.kernels.attention.portable.blocks import load_gate, online_softmax
+from milepost.kernels.platform.gluon import release, wait_loaded
 
 
 class WideSizes(NamedTuple):
@@ -37,9 +39,9 @@ class SharedBlocks(NamedTuple):
     key_blocks: Any
     """[stages, BLOCK, head_dim]"""
     value_blocks: Any
-    bars: Any
-    """4 * stages barriers: blocks of keys loaded and used up, blocks of values loaded and used
-    up."""
+    key_bars: Any
+    value_bars: Any
+    """Barriers of two rings: see `platform.gluon`."""
 
 
 class Softmax(NamedTuple):
@@ -60,7 +62,7 @@ def attend_blocks(
     blocks, scale, item, last_seen, SCORES: gl.constexpr, RESULT: gl.constexpr, SIZES: gl.constexpr
 ):
     """Passes over the blocks of a range. A block's scores and the values of the block before are
-    multiplied while softmax weights are computed. `scale` [64] is the scale of each row's scores.
+    multiplied while softmax weights are computed.
 
     Returns m, l, acc, the last block's weights, whose values are not added yet, and its number.
     """
@@ -75,7 +77,7 @@ def attend_blocks(
     b_s = _start_scores(blocks, 0, SCORES, SIZES)
     b_s = _finish_scores(blocks, b_s, 0, 0, SIZES)
     b_s = _hide(b_s, begin, last_seen, SCORES, BLOCK)
-    m, l, b_p, _shrink = _online_softmax(m, l, b_s, scale, True)
+    m, l, b_p, _shrink = online_softmax(m, l, b_s, scale, True)
     state = Softmax(m, l, acc, _as_operand(b_p, blocks, RESULT))
     i_b = 1
     for i_kv in range(begin + BLOCK, masked, BLOCK):
@@ -102,14 +104,14 @@ def _advance(
 ):
     """Adds the values of the block before, and a block's scores to the running softmax."""
     b_s = _start_scores(blocks, i_b, SCORES, SIZES)
-    acc = _start_values(blocks, state.acc, state.b_p, i_b - 1, SIZES)
+    acc = _start_values(blocks, state.acc, state.b_p, i_b - 1)
     b_s = _finish_scores(blocks, b_s, i_b, 1, SIZES)
     if MASKED:
         b_s = _hide(b_s, i_kv, last_seen, SCORES, SIZES.block)
-    m, l, b_new, shrink = _online_softmax(state.m, state.l, b_s, scale, MASKED)
+    m, l, b_new, shrink = online_softmax(state.m, state.l, b_s, scale, MASKED)
     b_new = _as_operand(b_new, blocks, RESULT)
     acc, _b_p = warpgroup_mma_wait(0, [acc, state.b_p])
-    mbarrier.arrive(blocks.bars.index(3 * SIZES.stages + (i_b - 1) % SIZES.stages), count=1)
+    release(blocks.value_bars, (i_b - 1) % SIZES.stages)
     acc *= gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
     return Softmax(m, l, acc, b_new)
 
@@ -117,9 +119,7 @@ def _advance(
 @gluon.jit
 def _start_scores(blocks, i_b, SCORES: gl.constexpr, SIZES: gl.constexpr):
     """Starts multiplying queries with a block's keys."""
-    stage = i_b % SIZES.stages
-    mbarrier.wait(blocks.bars.index(stage), i_b // SIZES.stages & 1)
-    right = blocks.key_blocks.index(stage).permute((1, 0))
+    right = blocks.key_blocks.index(wait_loaded(blocks.key_bars, i_b)).permute((1, 0))
     BLOCK: gl.constexpr = SIZES.block
     b_s = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
     return warpgroup_mma(blocks.queries, right, b_s, use_acc=False, is_async=True)
@@ -130,22 +130,21 @@ def _finish_scores(blocks, b_s, i_b, LATER: gl.constexpr, SIZES: gl.constexpr):
     """Waits for the scores while LATER products that were started afterwards go on; frees the keys'
     place."""
     b_s = warpgroup_mma_wait(LATER, [b_s])
-    mbarrier.arrive(blocks.bars.index(SIZES.stages + i_b % SIZES.stages), count=1)
+    release(blocks.key_bars, i_b % SIZES.stages)
     return b_s
 
 
 @gluon.jit
-def _start_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
+def _start_values(blocks, acc, b_p, i_b):
     """Starts adding a block's values by their weights."""
-    stage = i_b % SIZES.stages
-    mbarrier.wait(blocks.bars.index(2 * SIZES.stages + stage), i_b // SIZES.stages & 1)
+    stage = wait_loaded(blocks.value_bars, i_b)
     return warpgroup_mma(b_p, blocks.value_blocks.index(stage), acc, is_async=True)
 
 
 @gluon.jit
-def add_values(blocks, acc, b_p, i_b, SIZES: gl.constexpr):
+def add_values(blocks, acc, b_p, i_b):
     """Adds the last block's values by their weights."""
-    acc = _start_values(blocks, acc, b_p, i_b, SIZES)
+    acc = _start_values(blocks, acc, b_p, i_b)
     return warpgroup_mma_wait(0, [acc])
 
 
@@ -159,20 +158,6 @@ def _hide(b_s, i_kv, last_seen, SCORES: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def _as_operand(b_p, blocks, RESULT: gl.constexpr):
     return gl.convert_layout(b_p.to(blocks.value_blocks.dtype), gl.DotOperandLayout(0, RESULT, 2))
-
-
-@gluon.jit
-def _online_softmax(m, l, b_s, scale, MASKED: gl.constexpr):
-    """Adds a block's scores to the running softmax. Returns its maximum and sum, the block's
-    weights, and the factor for earlier sums."""
-    m_new = gl.maximum(m, gl.max(b_s, 1) * scale)
-    base = m_new
-    if MASKED:
-        # A row without any visible key so far has no maximum to subtract.
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = gl.exp2(b_s * scale[:, None] - base[:, None])
-    shrink = gl.exp2(m - base)
-    return m_new, l * shrink + gl.sum(b_p, 1), b_p, shrink
 
 
 @gluon.jit
@@ -203,9 +188,7 @@ def store(call, item, i_h, row, m, l, acc, half: gl.constexpr, SIZES: gl.constex
     held = is_held[:, None] & (o_e >= 0)[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            column = inside if gate.each is None else inside // gate.each
-            p_gate = gate.base + token[:, None] * gate.stride + column
-            b_g = gl.load(p_gate, mask=held, other=0.0)
+            b_g = load_gate(gate, token[:, None], inside, held)
             acc = acc / (1.0 + gl.exp2(b_g.to(gl.float32) * -1.4426950408889634))
         b_o = acc.to(output.dtype.element_ty)
         gl.store(output + token[:, None] * (HEADS * HEAD_DIM) + inside, b_o, mask=held)

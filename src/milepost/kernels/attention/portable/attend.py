@@ -33,6 +33,7 @@ from milepost.kernels.attention.portable.blocks import (
     fit_float16,
     is_read,
     load,
+    load_gate,
     load_item,
     load_latents,
     load_queries,
@@ -206,9 +207,7 @@ def _store(m, l, acc, item, rows, call, SIZES: tl.constexpr):
     inside = head[:, None] * SIZES.head_dim + rows.o_e[None, :]
     if item.ordinal < 0:
         if gate.base is not None:
-            column = inside if gate.each is None else inside // gate.each
-            p_gate = gate.base + token[:, None] * gate.stride + column
-            b_g = tl.load(p_gate, mask=held, other=0.0)
+            b_g = load_gate(gate, token[:, None], inside, held)
             acc *= tl.sigmoid(b_g.to(tl.float32))
         b_o = acc.to(output.dtype.element_ty)
         tl.store(output + token[:, None] * WIDTH + inside, b_o, mask=held)

@@ -120,6 +120,13 @@ def load_queries(query, rows, o_e, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_gate(gate, token, column, mask):
+    """Loads the gates of entries `column` of tokens' outputs."""
+    column = column if gate.each is None else column // gate.each
+    return tl.load(gate.base + token * gate.stride + column, mask=mask, other=0.0)
+
+
+@triton.jit
 def load(pages, i_kv, FIRST: tl.constexpr, SIZES: tl.constexpr, DTYPE: tl.constexpr):
     """Loads keys or values [BLOCK, block_e] of one head from i_kv on, a multiple of BLOCK; they
     start FIRST rows into a page. FP8 becomes DTYPE."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from milepost.kernels.attention.arguments import OutputGate
 from milepost.kernels.attention.indexed import IndexedTokens, Selection
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
-from milepost.kernels.attention.portable.blocks import dot, online_softmax
+from milepost.kernels.attention.portable.blocks import dot, load_gate, online_softmax
 from milepost.kernels.attention.portable.scores import LAST, select, sizes_of
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import next_power_of_2
@@ -35,15 +35,12 @@ def attend(
     output = query.new_empty(num_tokens, num_heads * head_dim)
     if not num_tokens:
         return output
-    gates = OutputGate(None, 0, 1)
-    if gate is not None:
-        gates = OutputGate(gate, gate.stride(0), output.shape[1] // gate.shape[1])
     sizes = sizes_of(kv, selection)
     selected = select(kv, tokens, selection, sizes)
     group = num_heads // sizes.kv_heads
     _attend_kernel[(sizes.kv_heads * num_tokens,)](
         query,
-        gates,
+        OutputGate.of(gate, output.shape[1]),
         selected,
         tokens.rows,
         tokens.positions,
@@ -127,7 +124,7 @@ def _attend_kernel(
         )
     acc = acc / l[:, None]
     if gate.base is not None:
-        b_g = tl.load(gate.base + i_t * gate.stride + inside // gate.each, held, 0.0)
+        b_g = load_gate(gate, i_t, inside, held)
         acc *= tl.sigmoid(b_g.to(tl.float32))
     tl.store(output + i_t * WIDTH + inside, acc.to(output.dtype.element_ty), held)
 

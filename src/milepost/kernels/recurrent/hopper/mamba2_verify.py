@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from milepost.kernels.platform.device import num_sms
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import softplus
 from milepost.kernels.recurrent.hopper.states import (
     CHANNEL,
     MOST_AT_ONCE,
@@ -29,7 +30,6 @@ from milepost.kernels.recurrent.hopper.states import (
     convolve,
     load_taps,
     operands,
-    softplus,
     take,
 )
 from milepost.kernels.recurrent.hopper.stream import (

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.gluon import load_box, thread_barrier
-from milepost.kernels.platform.numerics import LOG2_E
+from milepost.kernels.platform.numerics import softplus
 from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
 
@@ -239,21 +239,6 @@ def square(x):
 def by_row(x):
     """Returns [K, 1], a number for each row of a state [K, W]."""
     return gl.convert_layout(x, gl.SliceLayout(1, STATE))[:, None]
-
-
-@gluon.jit
-def softplus(x):
-    """Computes `numerics.softplus` with explicit fused multiply-adds."""
-    e = gl.exp2(gl.abs(x) * -LOG2_E)
-    p = gl.fma(e, 0.005126102361828089, -0.029074065387248993)
-    p = gl.fma(p, e, 0.0775160863995552)
-    p = gl.fma(p, e, -0.13602247834205627)
-    p = gl.fma(p, e, 0.19076880812644958)
-    p = gl.fma(p, e, -0.2483539879322052)
-    p = gl.fma(p, e, 0.3331812024116516)
-    p = gl.fma(p, e, -0.4999944567680359)
-    p = gl.fma(p, e, 0.9999999403953552)
-    return gl.fma(e, p, gl.where(x > 0, x, 0.0))
 
 
 @gluon.jit
