@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from milepost.kernels import norm
@@ -75,10 +74,7 @@ class RMSNorm(ParameterModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Norms `hidden` [..., N] and returns the result in its dtype."""
-        scale = self.scale
-        wide = cast(hidden, scale.dtype)
-        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).mul_(scale)
-        return cast(normed, hidden.dtype)
+        return norm.norm(hidden, self.scale, self.eps)
 
     __call__ = forward  # as for a Linear
 

@@ -64,7 +64,7 @@ class Selection:
         blocks = keys[: num_blocks * self.ratio].unflatten(0, (num_blocks, self.ratio))
         means = cast(cast(blocks, accumulation_dtype(keys.dtype)).mean(1), keys.dtype)
         starts = torch.arange(num_blocks, device=keys.device) * self.ratio
-        normed = norm.reference.norm(means, self.norm_scale, self.eps)
+        normed = norm.norm(means, self.norm_scale, self.eps)
         return turn(normed[:, None], *self.angles(starts))[:, 0]
 
 

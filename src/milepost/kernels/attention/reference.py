@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import norm
 from milepost.kernels.attention.pages import (
     AttentionRows,
     Decodes,
@@ -63,9 +64,7 @@ def prepare(
     heads = projected[:, : (num_heads + 2 * num_kv_heads) * head_dim].unflatten(1, (-1, head_dim))
     query_key, value = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
     if norm_scale is not None:
-        wide = cast(query_key, norm_scale.dtype)
-        normed = F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(norm_scale)
-        query_key = cast(normed, query_key.dtype)
+        query_key = norm.norm(query_key, norm_scale, eps)
     if angles is not None:
         query_key = turn(query_key, *angles)
     query: Tensor

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import norm
 from milepost.kernels.layout.batch import Batch, Ints, Operation, ordinals_of
 from milepost.kernels.platform.tables import fused
-from milepost.kernels.platform.tensors import cast
 
 __all__ = [
     "Carried",
@@ -158,7 +158,8 @@ def join(
     """
     embedded = F.embedding(token_ids, table)
     before = hidden if carried is None else _shift(hidden, *carried)
-    return torch.cat((_norm(embedded, scales[0], eps), _norm(before, scales[1], eps)), -1)
+    halves = zip((embedded, before), scales, strict=True)
+    return torch.cat([norm.norm(half, scale, eps) for half, scale in halves], -1)
 
 
 def _shift(hidden: Tensor, carried: Carried, rows: CarryRows) -> Tensor:
@@ -170,11 +171,6 @@ def _shift(hidden: Tensor, carried: Carried, rows: CarryRows) -> Tensor:
         in_record = place >= 0
         before[in_record] = carried.records[where[in_record], place[in_record]]
     return before
-
-
-def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    normed = F.rms_norm(cast(x, scale.dtype), x.shape[-1:], eps=eps).mul_(scale)
-    return cast(normed, x.dtype)
 
 
 @fused("mtp.triton")

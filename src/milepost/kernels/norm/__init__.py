@@ -10,9 +10,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from milepost.kernels.norm import reference
+from milepost.kernels.norm.reference import norm
 from milepost.kernels.platform.tables import fused
 
-__all__ = ["add_norm", "add_norm_and_multiply", "gate_heads", "relu_squared", "silu_mul"]
+__all__ = [
+    "add_norm",
+    "add_norm_and_multiply",
+    "gate_heads",
+    "norm",
+    "relu_squared",
+    "silu_mul",
+]
 
 add_norm = fused("norm.triton")(reference.add_norm)
 silu_mul = fused("norm.activations")(reference.silu_mul)

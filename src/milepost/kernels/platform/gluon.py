@@ -29,15 +29,15 @@ load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """TMA writes a box of a tensor from shared memory; called `async_store` from 3.8 on."""
 
-_SWIZZLED = 8
-"""Lines of a box from which it is swizzled, as tensor cores read it."""
+_SWIZZLED, _WIDEST = 8, 128
+"""Lines of a box from which it is swizzled, as tensor cores read it, and bytes of a line that are
+swizzled together, at most."""
 _LARGEST, _LEAST_SCALE = gl.constexpr(FP8_MAX), gl.constexpr(LEAST_SCALE)
 
 
 def boxes_of(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
-    """Describes a matrix, or a stack of them as one, in boxes that TMA copies. A box's lines have
-    at most 128 bytes."""
-    swizzle = width * matrix.itemsize if height >= _SWIZZLED else 0
+    """Describes a matrix, or a stack of them as one, in boxes that TMA copies."""
+    swizzle = min(width * matrix.itemsize, _WIDEST) if height >= _SWIZZLED else 0
     lines = matrix.flatten(0, -2)
     return TensorDescriptor.from_tensor(lines, [height, width], _layout(swizzle, matrix.itemsize))
 

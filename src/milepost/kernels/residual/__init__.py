@@ -12,9 +12,9 @@ Legend: T tokens, S sources or streams, C hidden size, P parts.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from milepost.kernels import norm
 from milepost.kernels.platform.tables import fused
 from milepost.kernels.platform.tensors import cast
 
@@ -46,8 +46,7 @@ def mix(sources: Tensor, delta: Tensor | None, scale: Tensor, query: Tensor, eps
 @fused("residual.triton")
 def norm_streams(streams: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Norms each stream of `streams` [T, S, C] and multiplies it by its row of `scale` [S, C]."""
-    wide = cast(streams, scale.dtype)
-    return cast(F.rms_norm(wide, wide.shape[-1:], eps=eps).mul_(scale), streams.dtype)
+    return norm.norm(streams, scale, eps)
 
 
 @fused("residual.triton")

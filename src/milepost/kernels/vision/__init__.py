@@ -83,13 +83,7 @@ def add_averaged_positions(
 ) -> Tensor:
     """Adds embeddings to `hidden` [P, D] as `add_positions` does, but first resizes the whole
     `table` to `size`, bilinearly and with antialiasing."""
-    side = round(len(table) ** 0.5)
-    square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
-    resized = F.interpolate(
-        square.permute(0, 3, 1, 2), size, mode="bilinear", align_corners=False, antialias=True
-    )
-    rows, columns = places
-    return hidden + resized[0].flatten(1).t()[rows * size[1] + columns].to(hidden.dtype)
+    return _add_resized(hidden, table, places, size, antialias=True)
 
 
 def add_cropped_positions(
@@ -98,13 +92,25 @@ def add_cropped_positions(
     """Adds embeddings to `hidden` [P, D] as `add_positions` does, but first resizes the `table`
     bilinearly to a square with the longer side of `size`. A picture takes the part that it covers,
     from the first corner."""
-    side, longest = round(len(table) ** 0.5), max(size)
+    return _add_resized(hidden, table, places, (max(size), max(size)))
+
+
+def _add_resized(
+    hidden: Tensor,
+    table: Tensor,
+    places: tuple[Tensor, Tensor],
+    size: tuple[int, int],
+    *,
+    antialias: bool = False,
+) -> Tensor:
+    """Adds the embeddings at `places` in the `table`, resized bilinearly to `size`."""
+    side = round(len(table) ** 0.5)
     square = cast(table, accumulation_dtype(table.dtype)).view(1, side, side, -1)
     resized = F.interpolate(
-        square.permute(0, 3, 1, 2), (longest, longest), mode="bilinear", align_corners=False
+        square.permute(0, 3, 1, 2), size, mode="bilinear", align_corners=False, antialias=antialias
     )
     rows, columns = places
-    return hidden + resized[0].flatten(1).t()[rows * longest + columns].to(hidden.dtype)
+    return hidden + resized[0].flatten(1).t()[rows * size[1] + columns].to(hidden.dtype)
 
 
 def turned_angles(rows: Tensor, columns: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.hopper.narrow_parts import (
@@ -29,13 +28,11 @@ from milepost.kernels.attention.hopper.narrow_parts import (
 from milepost.kernels.attention.pages import as_bytes, as_rows
 from milepost.kernels.attention.portable.blocks import load_gate, load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
-from milepost.kernels.platform.gluon import thread_barrier
+from milepost.kernels.platform.gluon import boxes_of, thread_barrier
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES, _WARPS = 3, 4
 """Stages and warps that let two programs share an SM."""
-_BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-_WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
@@ -46,8 +43,8 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     box = min(HOPPER_BLOCK, page_size)
     _attend_kernel[(num_kv_heads * len(work),)](
         call.arguments(work),
-        TensorDescriptor.from_tensor(kv, [box, head_dim], _BYTES),
-        TensorDescriptor.from_tensor(kv.view(torch.int32), [box, head_dim // 4], _WORDS),
+        boxes_of(kv, box, head_dim),
+        boxes_of(kv.view(torch.int32), box, head_dim // 4),
         call.scale_of_2,
         *call.extents,
         SIZES=NarrowSizes(

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.attention.arguments import AttentionCall
 from milepost.kernels.attention.hopper.wide_parts import (
@@ -35,7 +34,7 @@ from milepost.kernels.attention.hopper.wide_parts import (
 from milepost.kernels.attention.pages import as_rows
 from milepost.kernels.attention.portable.blocks import load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
-from milepost.kernels.platform.gluon import load_box, open_bars, wait_free, wait_loaded
+from milepost.kernels.platform.gluon import boxes_of, load_box, open_bars, wait_free, wait_loaded
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES = 2
@@ -58,11 +57,10 @@ def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> 
     del rows
     _, num_heads, head_dim = call.query.shape
     _, _, page_size, num_kv_heads, _ = call.kv.pool.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv = as_rows(call.kv.pool).flatten(1)
     _attend_kernel[(num_kv_heads * len(work),)](
         call.arguments(work),
-        TensorDescriptor.from_tensor(kv, [HOPPER_BLOCK, head_dim], layout),
+        boxes_of(kv, HOPPER_BLOCK, head_dim),
         call.scale_of_2,
         *call.extents,
         SIZES=WideSizes(

@@ -38,16 +38,7 @@ def run(given: Multiplication, cut: SplitTiles) -> Tensor:
     overlaps = given.launch_dependents
     if is_raw:
         overlaps = 2 * num_tiles * split_k <= num_programs(chip.num_sms)
-    shape = ProductShape.of(
-        weight,
-        chip,
-        block_m=tiles.block_m,
-        block_n=tiles.block_n,
-        block_k=tiles.block_k,
-        split_k=split_k,
-        is_swapped=tiles.is_swapped,
-        is_rounded=row_scales is not None,
-    )
+    how = {"split_k": split_k, "is_rounded": row_scales is not None, **tiles.sizes}
     _gemm_kernel[(num_tiles, split_k, cdiv(len(rows), tiles.block_m))](
         readable(rows, chip),
         row_scales,
@@ -59,7 +50,7 @@ def run(given: Multiplication, cut: SplitTiles) -> Tensor:
         0 if row_scales is None else row_scales.stride(0),
         output.stride(-2),
         MULTIPLY=gemm_step.choose(weight),
-        SHAPE=shape,
+        SHAPE=ProductShape.of(weight, chip, **how),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **(OVERLAPPED if overlaps else {}),

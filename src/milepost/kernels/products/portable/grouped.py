@@ -98,14 +98,9 @@ def project(
         chip,
         is_gated=is_up and routed.is_gated,
         limit=routed.limit * is_up,
-        block_m=tiles.block_m,
-        block_n=tiles.block_n,
-        block_k=tiles.block_k,
-        steps=tiles.steps,
-        is_swapped=tiles.is_swapped,
-        scales_first=tiles.scales_first,
         is_rounded=scales is not None,
         top_k=routed.experts.shape[1],
+        **tiles.sizes,
     )
     _project_kernel[(capacity * cdiv(shape.outputs, tiles.block_n),)](
         readable(values, chip),

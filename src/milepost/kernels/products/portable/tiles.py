@@ -7,7 +7,7 @@ its inputs, so that every SM reads some of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +42,18 @@ class Tiles:
     with many rows there are more sums than weights."""
     steps: int = 1
     """Steps of the loop that share barriers, and whose weights are loaded together."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes that a kernel is compiled for."""
+        return {
+            "block_m": self.block_m,
+            "block_n": self.block_n,
+            "block_k": self.block_k,
+            "steps": self.steps,
+            "is_swapped": self.is_swapped,
+            "scales_first": self.scales_first,
+        }
 
     def fitted(self, chip: Chip, *, num_weights: int = 1, num_bytes: int = 2) -> Tiles:
         """Returns tiles with as many stages as the chip has room for in types of `num_bytes`; a

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,10 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from milepost.kernels.platform.device import probe
-from milepost.kernels.platform.gluon import load_box, store_box, thread_barrier
+from milepost.kernels.platform.gluon import (
+    boxes_of,
+    load_box,
+    open_bars,
+    release,
+    store_box,
+    thread_barrier,
+    wait_free,
+    wait_loaded,
+)
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.structures import (
@@ -41,8 +48,6 @@ _COLUMNS = 32
 _STAGES = 4, 2
 """Chunks in flight if a program has an SM to itself, and if two share one."""
 _REGISTERS, _PRODUCER_REGISTERS = 128, gl.constexpr(24)
-_WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_NARROW = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
 
 class ChunksUnderWay(NamedTuple):
@@ -92,15 +97,11 @@ def run(
     grid = sizes.own // _COLUMNS, sizes.heads, len(chunks.slot_out)
     are_many = math.prod(grid) > probe(tensors.v.device).num_sms
 
-    def box(tensor: Tensor, height: int, width: int, layout: gl.NVMMASharedLayout) -> Any:
-        rows = tensor.view(-1, tensor.shape[-1])
-        return TensorDescriptor.from_tensor(rows, [height, width], layout)
-
     boxes = (
-        box(tensors.query_key, chunk, sizes.shared, _WIDE),
-        box(tensors.v, chunk, _COLUMNS, _NARROW),
-        box(tensors.w, chunk, sizes.shared, _WIDE),
-        box(tensors.h, sizes.shared, _COLUMNS, _NARROW),
+        boxes_of(tensors.query_key, chunk, sizes.shared),
+        boxes_of(tensors.v, chunk, _COLUMNS),
+        boxes_of(tensors.w, chunk, sizes.shared),
+        boxes_of(tensors.h, sizes.shared, _COLUMNS),
     )
     operands = tensors.v.shape[1], chunks, pool, *boxes, tensors.v, tensors.decay
     form = StateForm(sizes, chunk, _COLUMNS, _STAGES[are_many])
@@ -134,10 +135,7 @@ def _chunk_fwd_h_kernel(
     b_w = gl.allocate_shared_memory(dtype, wide_shape, w.layout)
     b_k = gl.allocate_shared_memory(dtype, wide_shape, key.layout)
     b_u = gl.allocate_shared_memory(dtype, [STAGES, C, COLUMNS], value.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for bar in gl.static_range(2 * STAGES):
-        mbarrier.init(bars.index(bar), count=1)
-    places = ChunksUnderWay(b_w, b_k, b_u, bars)
+    places = ChunksUnderWay(b_w, b_k, b_u, open_bars(STAGES, 1, 1))
     outputs = ChunkOutputs(h, value, values)
     gl.warp_specialize(
         [
@@ -154,16 +152,14 @@ def _produce(span, chunks, places, key, value, w, num_tokens, FORM: gl.constexpr
     """Loads every chunk as soon as there is room. Boxes have a fixed size, so short chunks come
     with the rows after them."""
     SIZES: gl.constexpr = FORM.sizes
-    STAGES: gl.constexpr = FORM.stages
     BYTES: gl.constexpr = (2 * SIZES.shared + FORM.columns) * FORM.chunk * 2
     first, last = span
     i_w, i_hv = gl.program_id(0), gl.program_id(1)
     key_row = (SIZES.units + i_hv // SIZES.group) * num_tokens
     wait_for_inputs()
     for number in range(last - first):
-        stage = number % STAGES
         begin = gl.load(chunks.begin + first + number)
-        mbarrier.wait(places.bars.index(STAGES + stage), (number // STAGES & 1) ^ 1)
+        stage = wait_free(places.bars, number)
         bar = places.bars.index(stage)
         mbarrier.expect(bar, BYTES)
         load_box(w, [i_hv * num_tokens + begin, 0], bar, places.w.index(stage))
@@ -245,14 +241,13 @@ def _pass_chunk(
     SIZES: gl.constexpr = FORM.sizes
     C: gl.constexpr = FORM.chunk
     COLUMNS: gl.constexpr = FORM.columns
-    STAGES: gl.constexpr = FORM.stages
-    i_w, i_hv, stage = gl.program_id(0), gl.program_id(1), chunk.number % STAGES
+    i_w, i_hv, stage = gl.program_id(0), gl.program_id(1), chunk.number % FORM.stages
     b_h, b_v = buffers.held.index(chunk.number % 2), buffers.added.index(chunk.number % 2)
     b_h.store(state.to(dtype))
     fence_async_shared()
     thread_barrier()
     store_box(outputs.h, [(chunk.index * SIZES.heads + i_hv) * SIZES.shared, i_w * COLUMNS], b_h)
-    mbarrier.wait(places.bars.index(stage), chunk.number // STAGES & 1)
+    wait_loaded(places.bars, chunk.number)
     nothing = gl.zeros([C, COLUMNS], gl.float32, layout=RESULT)
     read = warpgroup_mma(places.w.index(stage), b_h, nothing, use_acc=False, is_async=True)
     u = places.u.index(stage).load(RESULT).to(gl.float32)
@@ -282,7 +277,7 @@ def _pass_chunk(
     right = places.k.index(stage).permute((1, 0))
     state = warpgroup_mma(right, b_vg, decayed_state, is_async=True)
     state = warpgroup_mma_wait(0, [state])
-    mbarrier.arrive(places.bars.index(STAGES + stage), count=1)
+    release(places.bars, stage)
     return state
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from milepost.kernels.platform.gluon import load_box, thread_barrier
+from milepost.kernels.platform.gluon import boxes_of, load_box, thread_barrier
 from milepost.kernels.platform.numerics import softplus
 from milepost.kernels.recurrent.mixer import MixerSizes
 from milepost.kernels.recurrent.structures import DecodingSteps, Mixer
@@ -82,10 +82,9 @@ def operands(mixer: Mixer, steps: DecodingSteps) -> tuple[Any, ...]:
 
 def _describe_states(recurrent_pool: Tensor) -> TensorDescriptor:
     """Returns TMA's descriptor of `recurrent_pool` [slots, heads, K, W] float32, line by line."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     num_states = (len(recurrent_pool) - 1) * recurrent_pool.stride(0) + recurrent_pool[0].numel()
     lines = recurrent_pool.as_strided((num_states // _LINE, _LINE), (_LINE, 1))
-    return TensorDescriptor.from_tensor(lines, [_BOX, _LINE], layout)
+    return boxes_of(lines, _BOX, _LINE)
 
 
 class StepForm(NamedTuple):
