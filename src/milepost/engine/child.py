@@ -38,11 +38,13 @@ async def start_process(package: str, words: Sequence[str]) -> asyncio.subproces
 
 class Child:
     """A process that runs `main` of a package's module `process`; `start` before `ask`, `close` at
-    the end."""
+    the end. Once it has ended or was killed, it can be started again."""
 
     def __init__(self, package: str) -> None:
         self._package = package
         self._process: asyncio.subprocess.Process | None = None
+        self._killed: asyncio.subprocess.Process | None = None
+        """A process that was killed and may not have ended yet."""
 
     @property
     def pid(self) -> int | None:
@@ -50,46 +52,52 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
+        """Starts the process, after the one before it has ended."""
+        await self.close()
         self._process = await start_process(self._package, self._log_words())
 
     def _log_words(self) -> list[str]:
         setup, name = current(), self._package.rpartition(".")[2]
         return [] if setup is None else replace(setup, process=name).words()
 
-    async def ask(self, message: bytes, timeout_s: float | None = None) -> Answer | None:
-        """Returns the answer, or None if the process ends first. Raises TimeoutError. Ask one
-        question at a time, and `kill` the process after giving up on an answer."""
+    async def ask(
+        self, message: bytes, timeout_s: float | None = None
+    ) -> tuple[Answer | None, int]:
+        """Returns the answer, or None and the exit status if the process ends first. Raises
+        TimeoutError. Ask one question at a time. The process is killed if nobody waits for its
+        answer any more: the next question would get it."""
         process = self._process
-        if process is None:  # killed while its caller did something else
-            return None
+        if process is None:  # closed while its caller did something else
+            return None, 0
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
         try:
             async with asyncio.timeout(timeout_s):
                 await _write(process.stdin, message)
                 (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-                return await _read(process.stdout, length)
+                return await _read(process.stdout, length), 0
         except (ConnectionError, asyncio.IncompleteReadError):
-            return None
+            self._process = None
+            return None, await process.wait()
+        except BaseException:
+            self._kill()
+            raise
 
-    async def ended(self) -> int | None:
-        """Waits for a process that ends by itself. Returns its exit status."""
-        process, self._process = self._process, None
-        return await process.wait() if process is not None else None
-
-    def kill(self) -> asyncio.subprocess.Process | None:
-        """Kills the process at once and returns it. A new one can be started."""
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+    def _kill(self) -> None:
+        """Kills the process, and does not wait until it has ended."""
+        if self._process is None:
+            return
+        self._killed, self._process = self._process, None
+        if self._killed.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        return process
+                self._killed.kill()
 
     async def close(self) -> None:
         """Ends the process, and waits for that."""
-        process = self.kill()
-        if process is not None:
-            await process.wait()
+        self._kill()
+        killed, self._killed = self._killed, None
+        if killed is not None:
+            await killed.wait()
 
 
 async def _write(stream: asyncio.StreamWriter, message: bytes) -> None:

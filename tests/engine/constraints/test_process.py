@@ -35,18 +35,16 @@ class FakeChild:
         self.asked.append(asked)
         if self.num_deaths:
             self.num_deaths -= 1
-            return None
+            self.pid = None
+            return None, -9
         self._pipe.append("it is no expression" if asked.get("regex") == "(" else "")
-        await self.is_prompt.wait()
-        return json.dumps(self._pipe.popleft()).encode()
-
-    async def ended(self):
-        self.kill()
-        return -9
-
-    def kill(self):
-        self.pid = None
-        self._pipe.clear()
+        try:
+            await self.is_prompt.wait()
+        except BaseException:
+            self.pid = None
+            self._pipe.clear()
+            raise
+        return json.dumps(self._pipe.popleft()).encode(), 0
 
 
 def run(scenario):

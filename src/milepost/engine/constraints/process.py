@@ -1,9 +1,9 @@
 """Tries out forms in a process of its own, which is killed when one takes too long.
 
-The process (`main`) compiles a form as an engine would, and
-makes the first masks. It answers with what is wrong, if anything. The engine compiles again what
-has passed, so anything slow there would have been slow here first. Messages are JSON. The process
-ends when its input does (`child`), or by an alarm of its own.
+The process (`main`) compiles a form as an engine would, and makes the first masks. It answers with
+what is wrong, if anything. The engine compiles again what has passed, so anything slow there would
+have been slow here first. Messages are JSON. The process ends when its input does (`child`), or by
+an alarm of its own.
 
 `FormChecks` is the other side, in an event loop: it starts the process, keeps verdicts, and
 restarts a process that does not answer.
@@ -48,7 +48,7 @@ class FormChecks:
         self._turn = asyncio.Lock()
         self._verdicts: OrderedDict[str, str] = OrderedDict()
         self.problem = problem
-        """The reason for which the engine supports no constraints at all; None if it does."""
+        """The reason for which the engine supports no constraints at all; empty if it does."""
         self._trials: dict[str, _Trial] = {}
 
     @property
@@ -61,15 +61,10 @@ class FormChecks:
         if self._vocabulary is None:
             self.problem = self.problem or "this server has no tokenizer (--skip-tokenizer-init)"
             return
-        try:
-            await self._child.start()
-            about = {**asdict(self._vocabulary), "timeout_s": self._timeout_s}
-            first = await self._ask(about, None)
-        except asyncio.CancelledError:
-            self._child.kill()  # else its answer would be taken for the next form's
-            raise
+        await self._child.start()
+        about = {**asdict(self._vocabulary), "timeout_s": self._timeout_s}
+        first, status = await self._ask(about, None)
         if first is None:  # for want of memory, say: the next form tries again
-            status = await self._child.ended()
             logger.error("no structured outputs so far: their process ended, status %s", status)
             return
         self.problem = first
@@ -116,26 +111,22 @@ class FormChecks:
         if self._child.pid is None:
             return "the process that compiles it did not start", False
         try:
-            verdict = await self._ask(json.loads(text), self._timeout_s * _PATIENCE)
+            verdict, status = await self._ask(json.loads(text), self._timeout_s * _PATIENCE)
         except TimeoutError:
-            await self.close()
             return f"its check did not end within {self._timeout_s * _PATIENCE:g} seconds", False
-        except asyncio.CancelledError:
-            self._child.kill()  # in the middle of a form; the next one starts a process
-            raise
         if verdict is not None:
             return verdict, True
-        status = await self._child.ended()
         if status == -signal.SIGPROF:
             bound = f"{self._timeout_s:g} seconds (--grammar-timeout-s)"
         else:
             bound = f"{MAX_BYTES >> 20} MiB"
         return f"too complex: it takes more than {bound} to compile", True
 
-    async def _ask(self, message: Any, timeout_s: float | None) -> str | None:
-        """Returns the answer, or None if the process ends first. Raises TimeoutError."""
-        found = await self._child.ask(json.dumps(message).encode(), timeout_s)
-        return None if found is None else json.loads(found)
+    async def _ask(self, message: Any, timeout_s: float | None) -> tuple[str | None, int]:
+        """Returns the answer, or None and the exit status if the process ends first. Raises
+        TimeoutError."""
+        found, status = await self._child.ask(json.dumps(message).encode(), timeout_s)
+        return (None if found is None else json.loads(found)), status
 
     async def close(self) -> None:
         """Ends the process."""

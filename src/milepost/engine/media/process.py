@@ -4,8 +4,6 @@ bytes may take long, take memory, or crash. `PreparingProcess` is the other side
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from milepost.engine.child import Child, answer, bound_memory, messages
@@ -27,7 +25,6 @@ class PreparingProcess:
 
     def __init__(self) -> None:
         self._child = Child("milepost.engine.media")
-        self._killed: asyncio.subprocess.Process | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Prepared | _Refusal)
 
@@ -36,34 +33,22 @@ class PreparingProcess:
         InvalidPromptError."""
         try:
             if self._child.pid is None:
-                await self._kill()  # the one before, which may still be ending
                 await self._child.start()
-            found = await self._child.ask(self._encoder.encode(asked), TIMEOUT_S)
+            found, _ = await self._child.ask(self._encoder.encode(asked), TIMEOUT_S)
         except TimeoutError:
-            await self._kill()
             raise InvalidPromptError(
                 f"{asked.name} took more than {TIMEOUT_S:g} seconds to decode: send a smaller one"
             ) from None
-        except BaseException:
-            self._killed = self._child.kill()
-            raise
         if found is None:
-            await self._child.ended()
             raise InvalidPromptError(f"{asked.name} could not be decoded: its decoder ended")
         reply: Prepared | _Refusal = self._decoder.decode(found)
         if isinstance(reply, _Refusal):
             raise InvalidPromptError(reply.message)
         return reply
 
-    async def _kill(self) -> None:
-        """Ends the process, and waits for that."""
-        killed, self._killed = self._child.kill() or self._killed, None
-        if killed is not None:
-            await killed.wait()
-
     async def close(self) -> None:
         """Ends the process."""
-        await self._kill()
+        await self._child.close()
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Renders conversations and tokenizes texts in a process of its own, which can be ended.
 
 A megabyte of text takes a tokenizer one to ten seconds, and nothing can interrupt it; a chat
-template may take for ever (`conversations`). The process (`main`)
-imports `tokenizers`, and transformers with the first conversation, so it starts quickly. Memory
-that a text needed is returned to the system.
+template may take for ever (`conversations`). The process (`main`) imports `tokenizers`, and
+transformers with the first conversation, so it starts quickly. Memory that a text needed is
+returned to the system.
 
 `TextProcess` is the other side, in an event loop.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from milepost.engine import heap
-from milepost.engine.child import Answer, Child, answer, messages
+from milepost.engine.child import Child, answer, messages
 from milepost.engine.prompts import Prompt
 from milepost.engine.text.chat import tokens_before
 from milepost.engine.text.conversations import Rendered, Renderer, Template, Unrendered, too_slow
@@ -98,14 +98,16 @@ class TextProcess:
     async def start(self) -> None:
         """Starts the process now; otherwise the first request starts it."""
         if self._child.pid is None:
-            await self._child.start()
             start = await asyncio.to_thread(lambda: self._encoder.encode(self._start()))
+            await self._child.start()
             await self._child.ask(start)
 
     async def encode(self, texts: Texts) -> list[Encoded]:
         """Raises InvalidRequestError, and UnicodeError for what is no text. When its caller is
         cancelled the work ends at once."""
-        reply_bytes, status = await self._ask(self._encoder.encode(texts), None)
+        message = self._encoder.encode(texts)
+        await self.start()
+        reply_bytes, status = await self._child.ask(message)
         if reply_bytes is None:
             raise InvalidRequestError(
                 f"the text could not be tokenized: its process ended with status {status}. It may "
@@ -121,7 +123,8 @@ class TextProcess:
         once if its caller is cancelled."""
         message = self._encoder.encode(asked)
         try:
-            reply_bytes, status = await self._ask(message, PATIENCE * asked.limit_s)
+            await self.start()
+            reply_bytes, status = await self._child.ask(message, PATIENCE * asked.limit_s)
         except TimeoutError:
             return too_slow(asked.limit_s), None
         if reply_bytes is None:
@@ -135,17 +138,6 @@ class TextProcess:
         encoded = [_encoded(each) for each in reply.replies]
         composed = reply.rendered.composed
         return reply.rendered, composed.prompt([(one.token_ids, one.counts) for one in encoded])
-
-    async def _ask(self, message: bytes, timeout_s: float | None) -> tuple[Answer | None, int]:
-        """Returns the answer, or None and the exit status if the process ends first."""
-        try:
-            await self.start()
-            reply_bytes = await self._child.ask(message, timeout_s)
-        except BaseException:
-            self._child.kill()
-            raise
-        status = 0 if reply_bytes is not None else await self._child.ended()
-        return reply_bytes, status or 0
 
     async def close(self) -> None:
         await self._child.close()
