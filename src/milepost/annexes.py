@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from milepost.errors import ConfigError, missing
+from milepost.errors import ConfigError, needing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,5 @@ def annex(name: str, *, wanted_by: str) -> Any:
             f"{wanted_by} needs the annex milepost.{known.folder}, which is not installed here: "
             "install all of milepost, or leave it out"
         )
-    try:
+    with needing(wanted_by, known.extra):
         return import_module(f"milepost.{known.module}")
-    except ModuleNotFoundError as error:
-        raise missing(wanted_by, error.name, known.extra) from error

@@ -21,6 +21,9 @@ offending value and what to do next. A broken invariant of ours is an `assert`, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MilepostError(Exception):
     """Root of the tree; catch it to catch all of Milepost's errors."""
@@ -95,3 +98,12 @@ def how_to_install(extra: str) -> str:
 def missing(what: str, library: str | None, extra: str) -> ConfigError:
     """Makes the error for a feature whose library, brought by an extra, is not installed."""
     return ConfigError(f"{what} needs {library}: {how_to_install(extra)}")
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Inside, an import of a module that is not installed raises ConfigError (`missing`)."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing(what, error.name, extra) from error

@@ -5,8 +5,8 @@ import pytest
 from cyclopts import Group
 
 from milepost.cache import CacheReport
-from milepost.cli.flags import Flags, field_docs
-from milepost.cli.generate import ENGINE, SAMPLING
+from milepost.cli.flags import ENGINE, Flags, field_docs
+from milepost.cli.generate import SAMPLING
 from milepost.cli.main import main
 from milepost.cli.simulate_settings import Settings
 from milepost.config import EngineConfig

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from milepost.cli.generate import ENGINE
+from milepost.cli.flags import ENGINE
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 from milepost.speculative import FirstOf, HeadDrafter, SuffixDrafter, drafter_of

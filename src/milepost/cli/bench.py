@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from milepost.cli.display import Screen
+from milepost.cli.display import Screen, counting_requests
 from milepost.cli.flags import Flags, add_flags
-from milepost.errors import ConfigError, missing
+from milepost.errors import ConfigError, needing
 from milepost.load.drive import DriveConfig
 from milepost.load.workloads import WorkloadConfig, sessions
 
@@ -46,18 +44,14 @@ def command(screen: Screen) -> Callable[..., int]:
             _check_out(out)
         load = sessions(workload)
         total = sum(len(session.turns) for session in load)
-        with _bar(reports) as bar:
-            task = bar.add_task("requests", total=total, failed=0)
-            failed = 0
-
-            def progress(result: Any) -> None:
-                nonlocal failed
-                failed += not result.is_complete
-                bar.update(task, advance=1, failed=failed)
-
-            results, seconds = asyncio.run(
-                drive(config, load, seed=workload.workload_seed, progress=progress)
+        with counting_requests(reports, total) as advance:
+            driving = drive(
+                config,
+                load,
+                seed=workload.workload_seed,
+                progress=lambda result: advance(result.is_complete),
             )
+            results, seconds = asyncio.run(driving)
         row = {**_row_head(config, workload), **summarize(results, seconds)}
         print(json.dumps(row), flush=True)
         if out is not None:
@@ -71,10 +65,8 @@ def command(screen: Screen) -> Callable[..., int]:
 
 def _driver() -> tuple[Callable[..., Any], Callable[..., dict[str, Any]]]:
     """Returns `drive` and `summarize`. Raises ConfigError if their library is not installed."""
-    try:
+    with needing("bench", "server"):
         from milepost.load.drive import drive, summarize
-    except ModuleNotFoundError as error:
-        raise missing("bench", error.name, "server") from error
     return drive, summarize
 
 
@@ -85,17 +77,6 @@ def _check_out(out: Path) -> None:
         out.open("a").close()
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
-
-
-def _bar(reports: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.completed} of {task.total} requests, {task.fields[failed]} failed"),
-        TimeElapsedColumn(),
-        console=reports,
-        transient=True,
-        disable=not reports.is_terminal,
-    )
 
 
 def _row_head(config: Any, workload: WorkloadConfig) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, TextIO
 from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen, Shown, seconds
-from milepost.cli.flags import add_flags, field_docs, one_model
-from milepost.cli.generate import ENGINE, SAMPLING, StreamingEngine
+from milepost.cli.flags import ENGINE, ModelArgument, add_flags, field_docs, one_model
+from milepost.cli.generate import SAMPLING, StreamingEngine
 from milepost.cli.talkers import EngineTalker, Talker, reach
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
@@ -33,9 +33,7 @@ def chat_command(
     """Makes the command, for an engine factory and a terminal."""
 
     def chat(
-        checkpoint: Annotated[
-            str | None, Parameter(help="The same as --model.", group=CHAT)
-        ] = None,
+        checkpoint: Annotated[ModelArgument, Parameter(group=CHAT)] = None,
         /,
         *,
         system: Annotated[

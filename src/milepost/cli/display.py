@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -193,6 +194,32 @@ class Screen:
 
     def _line(self, text: Text) -> None:
         self.reports.print(text, soft_wrap=not self.reports.is_terminal)
+
+
+@contextmanager
+def counting_requests(
+    reports: Console, total: int | None = None
+) -> Iterator[Callable[[bool], None]]:
+    """Shows on a terminal how many requests are over, of `total` if that is known. Call the result
+    for each, with whether it was answered."""
+    done = "{task.completed}" if total is None else "{task.completed} of {task.total}"
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn(f"{done} requests, {{task.fields[failed]}} failed"),
+        TimeElapsedColumn(),
+        console=reports,
+        transient=True,
+        disable=not reports.is_terminal,
+    )
+    with bar:
+        task, failed = bar.add_task("requests", total=total, failed=0), 0
+
+        def advance(is_answered: bool) -> None:
+            nonlocal failed
+            failed += not is_answered
+            bar.update(task, advance=1, failed=failed)
+
+        yield advance
 
 
 def snippet(text: str) -> str:

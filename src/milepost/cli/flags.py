@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 from cyclopts import CoercionError, Group, Parameter, Token, convert
 from docstring_parser import parse_from_object
 
+from milepost.config import EngineConfig
 from milepost.errors import ConfigError
 
 C = TypeVar("C")
@@ -113,6 +114,13 @@ def _has_fraction(text: str) -> bool:
 
 def _is_whole(hint: Any) -> bool:
     return any(int in (each, *get_args(each)) for each in (hint, *get_args(hint)))
+
+
+ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
+"""The engine's flags, for each command that opens or plans one."""
+
+ModelArgument = Annotated[str | None, Parameter(help="The same as --model.")]
+"""A model that is named without a flag; see `one_model`."""
 
 
 def add_flags(command: Callable[..., C], flags: Sequence[Flags[Any]]) -> Callable[..., C]:

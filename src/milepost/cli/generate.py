@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TextIO
 from cyclopts import Group, Parameter
 
 from milepost.cli.display import Screen, ids_of, text_of
-from milepost.cli.flags import Flags, Whole, add_flags
+from milepost.cli.flags import ENGINE, Flags, Whole, add_flags
 from milepost.config import EngineConfig
 from milepost.engine.outputs import RequestOutput
 from milepost.errors import InvalidRequestError
@@ -25,7 +25,6 @@ SAMPLING = Flags(
     left_out=("logit_bias", "structured_outputs"),
     defaults={"max_tokens": None},  # an answer is shown whole
 )
-ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=3), renamed={})
 
 PromptInput = str | Mapping[str, Any]
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 from rich.table import Table
 
 from milepost.cli.display import Screen
-from milepost.cli.flags import Flags, WholeOrNone, add_flags, one_model
+from milepost.cli.flags import ENGINE, ModelArgument, WholeOrNone, add_flags, one_model
 from milepost.cli.plan import read_size
-from milepost.config import EngineConfig
 from milepost.errors import missing
 
 
@@ -52,14 +51,11 @@ def kernels_command(screen: Screen) -> Callable[..., None]:
     return kernels
 
 
-ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
-
-
 def warm_command(screen: Screen) -> Callable[..., None]:
     """Makes the command, for a terminal."""
 
     def warm(
-        checkpoint: Annotated[str | None, Parameter(help="The same as --model.")] = None,
+        checkpoint: ModelArgument = None,
         /,
         *,
         chip: Annotated[str, Parameter(help="Such as sm_89; by default this machine's.")] = "",

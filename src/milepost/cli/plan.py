@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 from rich.table import Table
 
 from milepost.cli.display import Screen
-from milepost.cli.flags import Flags, add_flags, one_model
+from milepost.cli.flags import ENGINE, ModelArgument, add_flags, one_model
 from milepost.config import EngineConfig
 from milepost.errors import ConfigError, missing
 
@@ -22,14 +22,13 @@ _UNITS = {"gib": GIB, "": GIB, "g": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 _LARGE = 79 * GIB
 """GPUs from this size on are taken for Hopper's, smaller ones for Ada's."""
 _LEAST_SHOWN = GIB // 100
-ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
 
 
 def plan_command(screen: Screen) -> Callable[..., None]:
     """Makes the command, for a terminal."""
 
     def plan(
-        checkpoint: Annotated[str | None, Parameter(help="The same as --model.")] = None,
+        checkpoint: ModelArgument = None,
         /,
         *,
         gpu_memory: Annotated[str, Parameter(help="A GPU's memory, such as 24GiB.")],

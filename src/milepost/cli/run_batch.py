@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 from cyclopts import Group, Parameter
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from milepost.cli.config_file import ConfigFile
-from milepost.cli.flags import Flags, add_flags
-from milepost.cli.serve import ENGINE
-from milepost.errors import ConfigError, missing
+from milepost.cli.display import counting_requests
+from milepost.cli.flags import ENGINE, Flags, add_flags
+from milepost.errors import ConfigError, needing
 from milepost.logs import LogSetup, set_up
 from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
@@ -78,7 +76,7 @@ def run_batch_command(reports: Console) -> Callable[..., int]:
         refuse_early(engine)
         set_up(LogSetup(format=server.log_format, is_detailed=verbose))
         start = time.perf_counter()
-        with input_file.open("rb") as source, _bar(reports) as progress:
+        with input_file.open("rb") as source, counting_requests(reports) as progress:
             counts = _runner()(server, engine, source, lambda: _opened(output_file), progress)
         seconds = time.perf_counter() - start
         failed = "".join(f", {n} with {status}" for status, n in sorted(counts.statuses.items()))
@@ -116,29 +114,6 @@ def _runner() -> Callable[..., Any]:
     from milepost.engine.text import without_torch  # imports numpy
 
     without_torch()  # the engine runs in its own process
-    try:
+    with needing("run-batch", "server"):
         from milepost.server.batch import run_batch
-    except ModuleNotFoundError as error:
-        raise missing("run-batch", error.name, "server") from error
     return run_batch
-
-
-@contextmanager
-def _bar(reports: Console) -> Iterator[Callable[[bool], None]]:
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.completed} requests, {task.fields[failed]} failed"),
-        TimeElapsedColumn(),
-        console=reports,
-        transient=True,
-        disable=not reports.is_terminal,
-    )
-    with bar:
-        task, failed = bar.add_task("requests", total=None, failed=0), 0
-
-        def advance(is_answered: bool) -> None:
-            nonlocal failed
-            failed += not is_answered
-            bar.update(task, advance=1, failed=failed)
-
-        yield advance

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from milepost.cli.config_file import ConfigFile
-from milepost.cli.flags import Flags, add_flags, one_model
+from milepost.cli.flags import ENGINE, Flags, ModelArgument, add_flags, one_model
 from milepost.config import EngineConfig
-from milepost.errors import MilepostError, missing
+from milepost.errors import MilepostError, needing
 from milepost.logs import START, LogSetup, set_up
 from milepost.models.early import refuse_early
 from milepost.server.config import ServerConfig
@@ -25,7 +25,6 @@ SERVER = Flags(
     renamed={},
     with_negative=("special_tokens_in_content",),
 )
-ENGINE = Flags(config=EngineConfig, group=Group("Engine", sort_key=2), renamed={})
 
 logger = logging.getLogger(__name__)
 start_logger = logging.getLogger(START)
@@ -37,9 +36,7 @@ def serve_command(serve: Serve) -> Callable[..., int]:
     """Makes the command; `serve` runs the server."""
 
     def serve_(
-        checkpoint: Annotated[
-            str | None, Parameter(help="The same as --model.", group=SERVER.group)
-        ] = None,
+        checkpoint: Annotated[ModelArgument, Parameter(group=SERVER.group)] = None,
         /,
         *,
         verbose: Annotated[
@@ -99,10 +96,8 @@ def run_server(server: ServerConfig, engine: EngineConfig) -> int:
     from milepost.engine.text import without_torch  # imports numpy
 
     without_torch()  # the engine runs in its own process
-    try:
+    with needing("the server", "server"):
         from milepost.server.run import run
-    except ModuleNotFoundError as error:
-        raise missing("the server", error.name, "server") from error
     announce = _log_address if server.log_format == "json" else _announce
     return run(server, engine, announce=announce)
 

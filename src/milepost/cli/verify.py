@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
@@ -12,18 +12,11 @@ from rich.table import Table
 
 import milepost
 from milepost.cli.display import Screen
-from milepost.cli.flags import Flags, Whole, add_flags, one_model
-from milepost.config import EngineConfig
+from milepost.cli.flags import ENGINE, ModelArgument, Whole, add_flags, one_model
 from milepost.logs import LogSetup, set_up
 
 CHECKS = Group("Checks", sort_key=1)
-ENGINE = Flags(
-    config=EngineConfig,
-    group=Group("Engine", sort_key=2),
-    renamed={},
-    defaults={"batch_invariant": True},
-    with_negative=("batch_invariant",),
-)
+BITWISE = replace(ENGINE, defaults={"batch_invariant": True}, with_negative=("batch_invariant",))
 COLUMNS = ("way", "from the cache", "tokens", "different", "")
 
 
@@ -31,7 +24,7 @@ def verify_command(screen: Screen) -> Callable[..., int]:
     """Makes the command, for a terminal."""
 
     def verify(
-        checkpoint: Annotated[str | None, Parameter(help="The same as --model.")] = None,
+        checkpoint: ModelArgument = None,
         /,
         *,
         num_prompts: Annotated[Whole, Parameter(group=CHECKS, help="Number of prompts.")] = 8,
@@ -50,7 +43,7 @@ def verify_command(screen: Screen) -> Callable[..., int]:
         Exit status 1 if any differ. `--no-batch-invariant` shows the default mode's differences.
         """
         settings["model"] = one_model(checkpoint, settings.get("model"))
-        config = ENGINE.build(settings)
+        config = BITWISE.build(settings)
         set_up(LogSetup(is_detailed=verbose))
         # Imported here because torch and the models take seconds to import.
         from milepost.engine.bit_checks import BitChecks, CheckSize
@@ -74,4 +67,4 @@ def verify_command(screen: Screen) -> Callable[..., int]:
                 screen.reports.print(table)
         return int(num_different > 0)
 
-    return add_flags(verify, [ENGINE])
+    return add_flags(verify, [BITWISE])

@@ -12,7 +12,7 @@ import numpy as np
 from milepost.disaggregation.messages import Layout
 from milepost.disaggregation.registered_pools import RegisteredMemory
 from milepost.disaggregation.transport import TransferError, Transport
-from milepost.errors import ConfigError, missing
+from milepost.errors import ConfigError, needing
 
 CHECKS = 64
 """Checks per poll. A check handles the ends of about 16 pieces, and a prompt of 32,000 tokens has
@@ -27,10 +27,8 @@ class Nixl(Transport):
     name = "nixl"
 
     def __init__(self, memory: RegisteredMemory, name: str, backends: list[str]) -> None:
-        try:
+        with needing("kv_transfer_config", "disaggregation"):
             api: Any = importlib.import_module("nixl._api")
-        except ModuleNotFoundError as error:
-            raise missing("kv_transfer_config", error.name, "disaggregation") from error
         _log_as_others_do()
         self._errors = _errors_of(api)
         self._kind = "DRAM" if memory.device is None else "VRAM"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from milepost.errors import ConfigError, missing
+from milepost.errors import ConfigError, needing
 
 if TYPE_CHECKING:
     from milepost.server.spans import Tracing
@@ -106,7 +106,5 @@ def require_tracing(endpoint: str | None) -> None:
     """Raises ConfigError if spans are wanted and their libraries are not installed."""
     if endpoint is None:
         return
-    try:
+    with needing("otlp_traces_endpoint", "otel"):
         import milepost.server.spans  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise missing("otlp_traces_endpoint", error.name, "otel") from error

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from milepost.errors import ConfigError, InvalidRequestError, missing
+from milepost.errors import ConfigError, InvalidRequestError, needing
 from milepost.structured_outputs import MAX_LEN, StructuredOutputs
 
 MAX_KNOWN = 128
@@ -81,10 +81,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...
 
 def llguidance() -> Any:
     """Returns the llguidance module. Raises ConfigError if it is not installed."""
-    try:
+    with needing("a structured output", "server"):
         import llguidance as library
-    except ModuleNotFoundError as error:
-        raise missing("a structured output", error.name, "server") from error
     return library
 
 
