@@ -1,6 +1,6 @@
 """Prepared images are kept by what they were made of, within a number of bytes."""
 
-from milepost.engine.media.prepared import PreparedPicture, Unprepared
+from milepost.engine.media.prepared import Prepared, PreparedPicture, Unprepared
 from milepost.engine.media.preparing import KeptImages
 from milepost.images import FrameSampling, ImageSettings
 from milepost.runner.recording import PictureRecord
@@ -8,7 +8,7 @@ from milepost.runner.recording import PictureRecord
 
 def prepared(num_bytes):
     record = PictureRecord(identity=bytes(16), rows=bytes(num_bytes), grid=(1, 2, 2))
-    return PreparedPicture(record, 1, 1)
+    return Prepared((PreparedPicture(record, 1, 1),), ("",))
 
 
 def test_the_images_used_last_are_kept():

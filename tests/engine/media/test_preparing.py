@@ -50,7 +50,7 @@ def bomb(side):
 
 def test_what_a_process_prepares_is_what_is_prepared_here():
     shown = [image(8, 8, seed) for seed in range(5)]
-    found = prepared(*map(data_url, shown), shown[0])
+    found = [each.pictures[0] for each in prepared(*map(data_url, shown), shown[0])]
     expected = [prepare(each, SETTINGS) for each in (*shown, shown[0])]
     assert [each.record.identity for each in found] == [each.identity for each in expected]
     assert found[3].record.rows == expected[3].rows.tobytes()
@@ -62,7 +62,7 @@ def test_tiles_come_with_their_labels_and_all_their_tokens():
     large = picture(64, 96)
     (found,) = prepared(data_url(large), facts=facts)
     expected = prepare_tiles(large, tiled.SETTINGS)
-    assert list(found.labels) == [each.label for each in expected]
+    assert list(found.texts) == [each.label for each in expected]
     assert [each.record.identity for each in found.pictures] == [
         each.image.identity for each in expected
     ]

@@ -16,12 +16,7 @@ from typing import Any
 
 from milepost.engine.media.facts import ImageFacts, VideoFacts, facts_for
 from milepost.engine.media.given import Given
-from milepost.engine.media.prepared import (
-    Prepared,
-    PreparedPicture,
-    PreparedTiles,
-    PreparedVideo,
-)
+from milepost.engine.media.prepared import Prepared, PreparedPicture
 from milepost.engine.prompts import Prompt
 from milepost.engine.validation import check_num_images
 from milepost.errors import InvalidPromptError
@@ -70,15 +65,18 @@ class Media:
         InvalidPromptError."""
         video = self.facts.video
         has_own_token = video is None or video.token_id != self.facts.token_id
-        if not has_own_token and any(isinstance(each, PreparedVideo) for each in self.found):
+        if not has_own_token and any(each.is_video for each in self.found):
             raise InvalidPromptError(
                 "a plain prompt has no place for a video of this model: put it in a message"
             )
-        for kind, facts in ((PreparedTiles, self.facts), (PreparedVideo, video)):
-            texts = [self._text(each) for each in self.found if isinstance(each, kind)]
-            if texts:
-                assert facts is not None, "videos are refused before"
-                prompt = _with_texts(prompt, facts, texts, encode)
+        texts = {
+            is_video: [self._text(each) for each in self.found if each.is_video is is_video]
+            for is_video in (False, True)
+        }
+        if self.facts.tiles is not None and texts[False]:
+            prompt = _with_texts(prompt, self.facts, texts[False], encode)
+        if video is not None and texts[True]:
+            prompt = _with_texts(prompt, video, texts[True], encode)
         return prompt
 
     def put_in(self, prompt: Prompt) -> Prompt:
@@ -101,19 +99,17 @@ class Media:
         if video is not None:
             waiting[video.token_id] = []
         for each in self.found:
-            is_video = video is not None and isinstance(each, PreparedVideo)
-            token_id = video.token_id if video is not None and is_video else self.facts.token_id
-            waiting[token_id] += [each] if isinstance(each, PreparedPicture) else each.pictures
+            place = video if video is not None and each.is_video else self.facts
+            waiting[place.token_id] += each.pictures
         return waiting
 
     def _text(self, prepared: Prepared) -> str:
-        if isinstance(prepared, PreparedPicture):
-            return self.facts.text
-        if isinstance(prepared, PreparedTiles):
-            assert self.facts.tiles is not None, "the model reads tiles"
-            return self.facts.tiles.text(prepared.labels, self.facts.text)
-        assert self.facts.video is not None, "videos are refused before"
-        return prepared.text(self.facts.video.text)
+        if prepared.is_video:
+            assert self.facts.video is not None, "videos are refused before"
+            return "".join(time + self.facts.video.text for time in prepared.texts)
+        if self.facts.tiles is not None:
+            return self.facts.tiles.text(prepared.texts, self.facts.text)
+        return self.facts.text
 
 
 def _with_texts(

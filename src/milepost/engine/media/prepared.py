@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -20,29 +20,28 @@ if TYPE_CHECKING:
     from milepost.images import PreparedImage
 
 
-class PreparedPicture(msgspec.Struct, array_like=True, frozen=True, tag="prepared"):
-    """An image as the tower reads it."""
+class PreparedPicture(msgspec.Struct, array_like=True, frozen=True):
+    """One picture as the tower reads it."""
 
     record: PictureRecord
     num_tokens: int
     num_positions: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of its pixels."""
-        return self.record.num_bytes
 
-    @staticmethod
-    def of(image: PreparedImage) -> PreparedPicture:
-        """Takes over a prepared image."""
-        record = PictureRecord(identity=image.identity, rows=image.rows.tobytes(), grid=image.grid)
-        return PreparedPicture(record, image.num_tokens, image.num_positions)
-
-
-class _PreparedPictures(msgspec.Struct, array_like=True, frozen=True):
-    """Pictures that stand side by side in a prompt, with texts between them."""
+class Prepared(msgspec.Struct, array_like=True, frozen=True, tag="prepared"):
+    """An image or a video as the tower reads it. An image is one picture, or one for each tile; a
+    video is one for each group of frames."""
 
     pictures: tuple[PreparedPicture, ...]
+    texts: tuple[str, ...]
+    """The text before each picture."""
+    is_video: bool = False
+
+    @staticmethod
+    def of(parts: Iterable[tuple[PreparedImage, str]], *, is_video: bool = False) -> Prepared:
+        """Takes over pictures with the texts before them."""
+        images, texts = zip(*parts, strict=True)
+        return Prepared(tuple(map(_taken_over, images)), texts, is_video)
 
     @property
     def num_tokens(self) -> int:
@@ -52,29 +51,12 @@ class _PreparedPictures(msgspec.Struct, array_like=True, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the pictures' pixels."""
-        return sum(each.num_bytes for each in self.pictures)
+        return sum(each.record.num_bytes for each in self.pictures)
 
 
-class PreparedVideo(_PreparedPictures, array_like=True, frozen=True, tag="video"):
-    """A video as the tower reads it: a picture for each group of frames."""
-
-    times: tuple[str, ...]
-    """The text before each group."""
-
-    def text(self, after_time: str) -> str:
-        """Returns the text that stands for the video in a prompt, with `after_time` for each
-        group."""
-        return "".join(time + after_time for time in self.times)
-
-
-class PreparedTiles(_PreparedPictures, array_like=True, frozen=True, tag="tiles"):
-    """An image of a model that reads images in tiles: a picture for each tile."""
-
-    labels: tuple[str, ...]
-    """The text before each tile."""
-
-
-Prepared = PreparedPicture | PreparedTiles | PreparedVideo
+def _taken_over(image: PreparedImage) -> PreparedPicture:
+    record = PictureRecord(identity=image.identity, rows=image.rows.tobytes(), grid=image.grid)
+    return PreparedPicture(record, image.num_tokens, image.num_positions)
 
 
 class Unprepared(msgspec.Struct, array_like=True, frozen=True):
@@ -125,33 +107,25 @@ class Unprepared(msgspec.Struct, array_like=True, frozen=True):
     def prepared(self) -> Prepared:
         """Prepares it in this process. Raises InvalidPromptError."""
         from milepost.images import prepare
+        from milepost.images.tiles import prepare_tiles
         from milepost.images.videos import prepare_file, prepare_video
 
         data: Any = list(map(_file, self.data)) if isinstance(self.data, list) else _file(self.data)
-        if self.settings.is_tiled and self.sampling is None:
-            return _tiles(data, self.settings, self.max_pixels)
+        if self.sampling is None and self.settings.is_tiled:
+            tiles = prepare_tiles(data, self.settings, max_pixels=self.max_pixels)
+            return Prepared.of((tile.image, tile.label) for tile in tiles)
         if self.sampling is None:
-            image = prepare(data, self.settings, max_pixels=self.max_pixels)
-            return PreparedPicture.of(image)
+            return Prepared.of([(prepare(data, self.settings, max_pixels=self.max_pixels), "")])
         if isinstance(data, list):
-            parts = prepare_video(data, self.times, self.settings)
+            groups = prepare_video(data, self.times, self.settings)
         elif isinstance(data, bytes):
-            parts = prepare_file(data, self.settings, self.sampling)
+            groups = prepare_file(data, self.settings, self.sampling)
         else:
             raise InvalidPromptError(
                 f"a video of type {type(data).__name__}: use a URL, a file's bytes, or "
                 '{"frames": [...], "fps": 2}'
             )
-        pictures = tuple(PreparedPicture.of(part.image) for part in parts)
-        return PreparedVideo(pictures, tuple(part.text for part in parts))
-
-
-def _tiles(data: Any, settings: ImageSettings, max_pixels: int | None) -> PreparedTiles:
-    from milepost.images.tiles import prepare_tiles
-
-    tiles = prepare_tiles(data, settings, max_pixels=max_pixels)
-    pictures = tuple(PreparedPicture.of(each.image) for each in tiles)
-    return PreparedTiles(pictures, tuple(each.label for each in tiles))
+        return Prepared.of(((group.image, group.text) for group in groups), is_video=True)
 
 
 def _file(data: Any) -> Any:
