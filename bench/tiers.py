@@ -105,7 +105,7 @@ def long(bench: Bench) -> Iterator[dict[str, Any]]:
         report = output.cache_report
         yield {"turn": turn, "ms": 1e3 * seconds, "reused": report.reused, "from": report.loaded}
     rates = bench.tiers.holdings.rates
-    yield {"host_gb_per_s": rates.host_bytes_per_s / 1e9, "tokens_per_s": rates.tokens_per_s}
+    yield {"host_gb_per_s": rates.host.value / 1e9, "tokens_per_s": rates.prefill.value}
 
 
 def unique(bench: Bench) -> Iterator[dict[str, Any]]:

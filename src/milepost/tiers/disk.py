@@ -117,7 +117,7 @@ class Disk:
         begun_s = time.perf_counter()
         far = [fetch for fetch in fetches if fetch.is_on_disk]
         rates, num_bytes = self._tiers.holdings.rates, sum(map(self._bytes, far))
-        expected_s = num_bytes / rates.disk_bytes_per_s
+        expected_s = num_bytes / rates.disk.value
         num_pages = sum(fetch.item.what == "page" for fetch in far)
         compute_s = rates.compute_seconds(num_pages * self._tiers.holdings.page_size)
         return Reads(
@@ -152,7 +152,7 @@ class Disk:
         num_bytes = sum(
             self._bytes(fetch) for fetch, futures in reads.futures if self._has_come(futures)
         )
-        self._tiers.holdings.rates.read(num_bytes, reads.ended_s - reads.begun_s)
+        self._tiers.holdings.rates.disk.measure(num_bytes, reads.ended_s - reads.begun_s)
 
     def give_up(self, reads: Reads) -> bool:
         """Returns whether unfinished reads are given up. If so, their load fails, and their places

@@ -256,7 +256,7 @@ class TierTransfers:
         self.num_pages_brought += sum(arrival.what != "state" for arrival in loading.load.arrivals)
         seconds = loading.done.seconds()
         if seconds is not None:
-            self._tiers.holdings.rates.copied(self._num_bytes(loading), seconds)
+            self._tiers.holdings.rates.host.measure(self._num_bytes(loading), seconds)
 
     def _num_bytes(self, loading: _Loading) -> int:
         return sum(self.copies.host.of(fetch.item.what).item_bytes for fetch in loading.fetches)
