@@ -12,9 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from milepost.kernels import recurrent
 from milepost.kernels.recurrent import DeltaWeights, MixerSizes, RecurrentOperation, RecurrentRule
-from milepost.layers.context import RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope, dummy_taps
 from milepost.layers.recurrent import DECAYS, RecurrentMixer
@@ -115,26 +113,17 @@ class GatedDelta(RecurrentMixer):
         self.out = Linear(
             shapes.values_size, ((arrangement.out, shapes.hidden_size),), scope, inputs=values
         )
-        self.operation = RecurrentOperation(
-            sizes=MixerSizes(
-                rule=RecurrentRule.GATED_DELTA,
-                units=key_heads,
-                group=heads // key_heads,
-                shared=shapes.key_dim,
-                own=shapes.value_dim,
-                taps=shapes.conv_width,
-                max_beta=shapes.max_beta,
-                gates_by_sigmoid=shapes.gates_by_sigmoid,
-            ),
-            order=scope.order,
+        sizes = MixerSizes(
+            rule=RecurrentRule.GATED_DELTA,
+            units=key_heads,
+            group=heads // key_heads,
+            shared=shapes.key_dim,
+            own=shapes.value_dim,
+            taps=shapes.conv_width,
+            max_beta=shapes.max_beta,
+            gates_by_sigmoid=shapes.gates_by_sigmoid,
         )
-        self.spec = RecurrentSpec(
-            conv_shape=(shapes.channels, shapes.conv_width - 1),
-            recurrent_shape=(heads, shapes.key_dim, shapes.value_dim),
-            grid=recurrent.CHUNK,
-            record_size=shapes.channels + 2 * heads,
-            takes_drafts_fused=recurrent.takes_drafts_fused(shapes.key_dim, shapes.value_dim),
-        )
+        self.run_by(RecurrentOperation(sizes=sizes, order=scope.order))
 
     def _segments(self, *counts: int) -> Cut:
         return self.scope.ranks.segments(*counts, what=self.scope.path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from milepost.kernels import recurrent
 from milepost.kernels.layout.emit import Inputs
 from milepost.kernels.recurrent import (
     DeltaWeights,
@@ -18,7 +17,7 @@ from milepost.kernels.recurrent import (
     RecurrentOperation,
     RecurrentRule,
 )
-from milepost.layers.context import Context, RecurrentSpec
+from milepost.layers.context import Context
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ModuleScope, dummy_taps
 from milepost.layers.recurrent import DECAYS, RecurrentMixer
@@ -100,25 +99,17 @@ class KDA(RecurrentMixer):
             norm_eps=shapes.norm_eps,
         )
         self.out = Linear(size, (("o_proj", shapes.hidden_size),), scope, inputs=cut)
-        self.operation = RecurrentOperation(
-            sizes=MixerSizes(
-                rule=RecurrentRule.KDA,
-                units=heads,
-                group=1,
-                shared=rank,
-                own=rank,
-                taps=shapes.conv_width,
-                least_decay=shapes.least_decay,
-                gates_by_sigmoid=True,
-            ),
-            order=scope.order,
+        sizes = MixerSizes(
+            rule=RecurrentRule.KDA,
+            units=heads,
+            group=1,
+            shared=rank,
+            own=rank,
+            taps=shapes.conv_width,
+            least_decay=shapes.least_decay,
+            gates_by_sigmoid=True,
         )
-        self.spec = RecurrentSpec(
-            conv_shape=(3 * size, shapes.conv_width - 1),
-            recurrent_shape=(heads, rank, rank),
-            grid=recurrent.CHUNK,
-            record_size=4 * size + heads,
-        )
+        self.run_by(RecurrentOperation(sizes=sizes, order=scope.order))
 
     def _project(self, rows: Inputs, ctx: Context) -> KDAProjected:
         shapes, projected = self.shapes, self.projection(rows)

@@ -12,7 +12,6 @@ from torch import Tensor
 from milepost.errors import ConfigError
 from milepost.kernels import recurrent
 from milepost.kernels.recurrent import Mamba2Weights, MixerSizes, RecurrentOperation, RecurrentRule
-from milepost.layers.context import RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.norm import NormedPart, norm_over_ranks
 from milepost.layers.parameters import ModuleScope, dummy_between, dummy_taps
@@ -112,25 +111,17 @@ class Mamba2(RecurrentMixer):
             bias=shapes.bias,
             inputs=inner_cut,
         )
-        self.operation = RecurrentOperation(
-            sizes=MixerSizes(
-                rule=RecurrentRule.MAMBA2,
-                units=shapes.num_groups,
-                group=heads // shapes.num_groups,
-                shared=shapes.state_size,
-                own=shapes.head_dim,
-                taps=shapes.conv_width,
-                gates_first=not shapes.norm_before_gate,
-            ),
-            order=scope.order,
-            chunk=recurrent.choose_chunk(shapes.chunk_size),
+        sizes = MixerSizes(
+            rule=RecurrentRule.MAMBA2,
+            units=shapes.num_groups,
+            group=heads // shapes.num_groups,
+            shared=shapes.state_size,
+            own=shapes.head_dim,
+            taps=shapes.conv_width,
+            gates_first=not shapes.norm_before_gate,
         )
-        self.spec = RecurrentSpec(
-            conv_shape=(channels, shapes.conv_width - 1),
-            recurrent_shape=(heads, shapes.head_dim, shapes.state_size),
-            grid=self.operation.chunk,
-            record_size=channels + heads,
-        )
+        chunk = recurrent.choose_chunk(shapes.chunk_size)
+        self.run_by(RecurrentOperation(sizes=sizes, order=scope.order, chunk=chunk))
 
     def _own_groups(self, shapes: Mamba2Shapes) -> Cut:
         """Returns this rank's groups. If there are fewer than ranks, each has the group of its

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from milepost.kernels.layout.emit import Emit, Inputs
 from milepost.kernels.products import Epilogue
-from milepost.kernels.recurrent import MixerProjections, RecurrentOperation, Weights
+from milepost.kernels.recurrent import (
+    MixerProjections,
+    RecurrentOperation,
+    RecurrentRule,
+    Weights,
+    takes_drafts_fused,
+)
 from milepost.layers.context import Context, RecurrentSpec
 from milepost.layers.linear import Linear
 from milepost.layers.parameters import ParameterModule, dummy_between
@@ -28,6 +34,23 @@ class RecurrentMixer(ParameterModule):
     operation: RecurrentOperation
     spec: RecurrentSpec
     weights: Weights
+
+    def run_by(self, operation: RecurrentOperation) -> None:
+        """Sets the operation that runs the recurrence. Its sizes say what a slot and the record of
+        a draft hold."""
+        sizes = operation.sizes
+        is_mamba2 = sizes.rule == RecurrentRule.MAMBA2
+        is_gated_delta = sizes.rule == RecurrentRule.GATED_DELTA
+        entries = (sizes.own, sizes.shared) if is_mamba2 else (sizes.shared, sizes.own)
+        self.operation = operation
+        self.spec = RecurrentSpec(
+            conv_shape=(sizes.channels, sizes.taps - 1),
+            recurrent_shape=(sizes.heads, *entries),
+            grid=operation.chunk,
+            # Of each token: its channels, its decay inputs, and a beta or time step for each head.
+            record_size=sizes.channels + sizes.decays + sizes.heads,
+            takes_drafts_fused=not is_gated_delta or takes_drafts_fused(*entries),
+        )
 
     @property
     def reads(self) -> Emit:
