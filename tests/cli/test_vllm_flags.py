@@ -2,8 +2,9 @@
 
 import pytest
 
+from milepost.cli.flags import ENGINE
 from milepost.cli.main import main
-from milepost.cli.serve import ENGINE, SERVER
+from milepost.cli.serve import SERVER
 from milepost.cli.vllm_flags import known, translated
 from milepost.errors import ConfigError
 

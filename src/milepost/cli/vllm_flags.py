@@ -12,35 +12,16 @@ from dataclasses import fields
 from typing import Any
 
 from milepost.config import EngineConfig
-from milepost.engine.vllm_names import FOREIGN, ForeignFlag
+from milepost.engine.vllm_names import FOREIGN, LISTS, SHORT, ForeignFlag
 from milepost.errors import ConfigError
 from milepost.server.config import ServerConfig
 
-_SHORT = {"-q": "--quantization", "-pp": "--pipeline-parallel-size", "-O": "--optimization-level"}
-_SHORT |= {"-tp": "--tensor-parallel-size", "-sc": "--speculative-config"}
-_SHORT |= {"-dp": "--data-parallel-size", "-ep": "--enable-expert-parallel"}
-_SHORT |= {"-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size"}
-_SHORT |= {"-cc": "--compilation-config", "-ac": "--attention-config"}
-_SHORT |= {"-asc": "--api-server-count", "-n": "--nnodes", "-r": "--node-rank"}
 _LEVEL = re.compile(r"-O\d")
 
 _INVARIANT = "VLLM_BATCH_INVARIANT"
 _ENGINES = (["serve"], ["run-batch"], ["generate"], ["chat"])
 """Commands that open an engine with flags of its own."""
 
-_LISTS = frozenset(
-    (
-        "served-model-name",
-        "api-key",
-        "allowed-media-domains",
-        "cuda-graph-sizes",
-        "cudagraph-capture-sizes",
-        "ignore-patterns",
-        "lora-modules",
-        "disable-access-log-for-endpoints",
-    )
-)
-"""Flags that take any number of values."""
 _SWITCHES = frozenset(
     field.name.replace("_", "-")
     for config in (ServerConfig, EngineConfig)
@@ -129,7 +110,7 @@ def _split(token: str) -> tuple[str, str, str]:
         return "optimization-level", "=", token[2:]
     name, sign, value = token.partition("=")
     short, dot, key = name.partition(".")
-    name = _SHORT.get(short, short) + dot + key
+    name = SHORT.get(short, short) + dot + key
     if not name.startswith("--") or len(name) == 2:
         return "", "", ""
     return name[2:], sign, value
@@ -172,7 +153,7 @@ def _value(todo: list[str], name: str) -> str:
 def _values(todo: list[str], name: str) -> list[str]:
     """Takes one value; for a flag with a list, all values up to the next flag."""
     values = [_value(todo, name)]
-    while name in _LISTS and todo and not todo[-1].startswith("-"):
+    while name in LISTS and todo and not todo[-1].startswith("-"):
         values.append(todo.pop())
     return values
 
@@ -186,7 +167,7 @@ def _json(text: str) -> object:
 
 def full_name(flag: str) -> str:
     """Returns a flag's full name in our spelling, without leading dashes."""
-    name = _SHORT.get(flag, flag).lstrip("-").replace("_", "-")
+    name = SHORT.get(flag, flag).lstrip("-").replace("_", "-")
     return _flag(name).name or name
 
 

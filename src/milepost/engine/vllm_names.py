@@ -48,8 +48,14 @@ class ForeignFlag:
         return self.words.get(value, number(value) if self.has_units else value)
 
 
-def _read() -> dict[str, ForeignFlag]:
-    table = tomllib.loads(Path(__file__).with_name("vllm_flags.toml").read_text(encoding="utf-8"))
+_TABLE = tomllib.loads(Path(__file__).with_name("vllm_flags.toml").read_text(encoding="utf-8"))
+SHORT: Mapping[str, str] = {f"-{short}": f"--{name}" for short, name in _TABLE["short"].items()}
+"""Short flags, with the long ones that they stand for."""
+LISTS = frozenset(_TABLE["lists"]["options"].split())
+"""Flags that take any number of values."""
+
+
+def _read(table: Mapping[str, Any]) -> dict[str, ForeignFlag]:
     found = {given: ForeignFlag(name=name) for given, name in table["renamed"].items()}
     found |= {name: ForeignFlag(name=name, words=words) for name, words in table["words"].items()}
     for name in table["numbers"]["with_units"].split():
@@ -62,7 +68,7 @@ def _read() -> dict[str, ForeignFlag]:
     return found
 
 
-FOREIGN: Mapping[str, ForeignFlag] = _read()
+FOREIGN: Mapping[str, ForeignFlag] = _read(_TABLE)
 """The table, by vLLM's names."""
 
 
