@@ -5,7 +5,7 @@ and calls, each with a start, its deltas and an end."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -159,16 +159,22 @@ class Step:
     text: str = ""
 
 
-class Blocks:
-    """Groups events into blocks. At most one is open."""
+class BlockAnswer:
+    """One answer as a row of blocks. The last one may be open."""
 
-    def __init__(self) -> None:
-        self.all: list[AnswerBlock] = []
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self.blocks: list[AnswerBlock] = []
         self.open: AnswerBlock | None = None
         """The block that is still being written."""
+        self.last_delta: Delta
+        """The delta that ended the answer."""
+        self.is_cut = False
+        """Whether the open block ends because the answer has reached its maximum length."""
 
-    def feed(self, events: Iterable[Event]) -> Iterator[Step]:
-        for found in events:
+    def feed(self, delta: Delta) -> Iterator[Step]:
+        """Yields the changes that a delta makes."""
+        for found in self._parser.feed(delta):
             if isinstance(found, CallStart):
                 yield from self._begin("call", found.name, found.id)
                 continue
@@ -179,17 +185,30 @@ class Blocks:
             self.open.pieces.append(found.text)
             yield Step("gained", self.open, found.text)
 
-    def end(self) -> Iterator[Step]:
-        """Closes the last block at the end of the answer."""
+        if delta.finish_reason is not None:
+            self.last_delta, self.is_cut = delta, delta.finish_reason == "length"
+            yield from self._close()
+
+    def _close(self) -> Iterator[Step]:
         if self.open is not None:
             yield Step("closed", self.open)
             self.open = None
 
     def _begin(self, kind: BlockKind, name: str = "", own_id: str = "") -> Iterator[Step]:
-        yield from self.end()
-        self.open = AnswerBlock(kind, len(self.all), name, own_id)
-        self.all.append(self.open)
+        yield from self._close()
+        self.open = AnswerBlock(kind, len(self.blocks), name, own_id)
+        self.blocks.append(self.open)
         yield Step("opened", self.open)
+
+
+async def read_whole(
+    arriving: AsyncIterable[list[tuple[int, Delta]]], feed: Callable[[Delta], Iterable[Step]]
+) -> None:
+    """Feeds all deltas of an answer, whose changes nobody reads."""
+    async for deltas in arriving:
+        for _, delta in deltas:
+            for _ in feed(delta):
+                pass
 
 
 _KINDS: dict[type[Event], BlockKind] = {

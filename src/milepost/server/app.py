@@ -77,8 +77,7 @@ def routed(service: Service) -> FastAPI:
     api_docs.add(app)
     _add_answers(app, service)
     _add_models(app, service)
-    _add_anthropic(app, service)
-    _add_responses(app, service)
+    _add_stored_responses(app, service)
     operation.add(app, service)
     page = _page(service.config)
     if page is not None:
@@ -102,6 +101,9 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     add("/invocations", Invocation, _invoke, name="invocations", **meanings)
     add("/v1/messages", MessagesRequest, anthropic.answer, name="messages", **meanings)
     add("/v1/responses", ResponsesRequest, responses.respond, name="respond", **meanings)
+    counting = {"name": "count_tokens", **meanings}
+    add("/v1/messages/count_tokens", CountTokensRequest, anthropic.count_tokens, **counting)
+    add("/v1/responses/input_tokens", ResponsesRequest, responses.count_tokens, **counting)
     for path, body_type, render in rendering.ROUTES:
         add(path, body_type, render, name=render.__name__)
     few = {status: errors.MEANINGS[status] for status in (400, 404)}
@@ -151,22 +153,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return _model(service, name)
 
 
-def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages/count_tokens", responses=errors.MEANINGS)
-    @for_clients
-    async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
-        service.unknown.settle(body, request.scope)
-        return await anthropic.count_tokens(service, body, request)
-
-
-def _add_responses(app: FastAPI, service: Service) -> None:
+def _add_stored_responses(app: FastAPI, service: Service) -> None:
     store, owner_of = service.responses, responses.owner_of
-
-    @app.post("/v1/responses/input_tokens", responses=errors.MEANINGS)
-    @for_clients
-    async def count_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
-        service.unknown.settle(body, request.scope)
-        return await responses.count_tokens(service, body, request)
 
     @app.get("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     @for_clients

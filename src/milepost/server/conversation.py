@@ -19,7 +19,6 @@ from milepost.server.messages import tools_for_template, toolset_of, with_effort
 from milepost.server.parts import TextPart
 from milepost.server.protocol import ChatRequest, Sampling
 from milepost.server.service import Service
-from milepost.server.stream import unless_disconnected
 
 MAX_ID_LEN = 256
 
@@ -148,9 +147,8 @@ async def render(
 
 
 async def count(service: Service, request: ChatRequest, http: Request) -> int:
-    """Returns the number of a conversation's tokens, unless the client leaves."""
-    rendered = await unless_disconnected(http, render(service, request, http, is_counted=True))
-    return len(rendered.token_ids)
+    """Returns the number of a conversation's tokens."""
+    return len((await render(service, request, http, is_counted=True)).token_ids)
 
 
 def _shown_tools(service: Service, request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -95,19 +95,15 @@ class EventStream(Response):
         self._writes_since: float | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(scope, send))
-        leaving = asyncio.ensure_future(_disconnect(receive))
         try:
-            await self._wait_for_any(sending, leaving)
-            if sending.done():
-                await sending
-                return
-            scope["milepost.record"]["client_gone"] = True
-            scope["milepost.abort"]()
+            async with _until_gone(self._send_all(scope, send), receive) as (sending, leaving):
+                await self._wait_for_any(sending, leaving)
+                if sending.done():
+                    await sending
+                    return
+                scope["milepost.record"]["client_gone"] = True
+                scope["milepost.abort"]()
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()  # type: ignore[attr-defined]
             self._close()
 
@@ -177,14 +173,23 @@ async def send(
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Returns the result of `work`, and cancels it if the client leaves. Raises ClientGoneError."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request.receive))
-    try:
+    async with _until_gone(work, request.receive) as (working, leaving):
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             request.scope["milepost.record"]["client_gone"] = True
             raise ClientGoneError
         return await working
+
+
+@asynccontextmanager
+async def _until_gone(
+    work: Awaitable[T], receive: Any
+) -> AsyncIterator[tuple[asyncio.Future[T], asyncio.Future[None]]]:
+    """Yields the running work, and a future that is done when the client has gone. Both are
+    cancelled at the end."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        yield working, leaving
     finally:
         for task in (working, leaving):
             task.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -13,14 +13,13 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.engine.processes import Delta
 from milepost.server import conversation
-from milepost.server.answers import AnswerBlock, Blocks, Step
+from milepost.server.answers import AnswerBlock, BlockAnswer, Step, read_whole
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from milepost.server.bodies import size_of
 from milepost.server.conversation import ChatTurn
-from milepost.server.errors import HttpError, anthropic_body_of
+from milepost.server.errors import HttpError, anthropic_body_of, json_response
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
 from milepost.server.stream import named_event, send
@@ -52,13 +51,11 @@ async def answer(service: Service, request: MessagesRequest, http: Request) -> R
     return await send(writer, http, close, is_stream=is_stream, failed=_failed)
 
 
-async def count_tokens(
-    service: Service, request: CountTokensRequest, http: Request
-) -> dict[str, Any]:
+async def count_tokens(service: Service, request: CountTokensRequest, http: Request) -> Response:
     """Returns the length of the prompt."""
     service.check_model(request.model)
     chat = await _chat(service, request, http)
-    return {"input_tokens": await conversation.count(service, chat, http)}
+    return json_response({"input_tokens": await conversation.count(service, chat, http)})
 
 
 def models(service: Service) -> dict[str, Any]:
@@ -105,15 +102,11 @@ class _MessageWriter:
         self._model = model
         self._stops = request.stop_sequences or ()
         self._has_breakpoints = has_breakpoints(request)
-        self._blocks = Blocks()
-        self._end: Delta | None = None
+        self._answer = BlockAnswer(turn.answers[0])
 
     async def whole(self) -> dict[str, Any]:
-        async for deltas in self._turn.generation.deltas():
-            for _, delta in deltas:
-                for _ in self._steps(delta):
-                    pass
-        content = [_whole(block) for block in self._blocks.all]
+        await read_whole(self._turn.generation.deltas(), self._answer.feed)
+        content = [_whole(block) for block in self._answer.blocks]
         return {**self._message(content), **self._ending(), "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -123,17 +116,11 @@ class _MessageWriter:
                 pieces = [] if has_begun else [self._start()]
                 has_begun = True
                 for _, delta in deltas:
-                    pieces += [_event(step) for step in self._steps(delta)]
+                    pieces += [_event(step) for step in self._answer.feed(delta)]
                 yield b"".join(pieces)
             end = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
             yield named_event("message_delta", end)
             yield named_event("message_stop", {"type": "message_stop"})
-
-    def _steps(self, delta: Delta) -> Iterator[Step]:
-        yield from self._blocks.feed(self._turn.answers[0].feed(delta))
-        if delta.finish_reason is not None:
-            self._end = delta
-            yield from self._blocks.end()
 
     def _start(self) -> bytes:
         message = {**self._message([]), "stop_reason": None, "stop_sequence": None}
@@ -150,14 +137,14 @@ class _MessageWriter:
         }
 
     def _ending(self) -> dict[str, Any]:
-        assert self._end is not None, "an answer ends"
-        stop, reason = self._end.stop_reason, "end_turn"
-        is_sequence = self._end.finish_reason == "stop" and stop in self._stops
-        if self._end.finish_reason == "length":
+        end = self._answer.last_delta
+        stop, reason = end.stop_reason, "end_turn"
+        is_sequence = end.finish_reason == "stop" and stop in self._stops
+        if end.finish_reason == "length":
             reason = "max_tokens"
         elif is_sequence:
             reason = "stop_sequence"
-        elif any(block.kind == "call" for block in self._blocks.all):
+        elif any(block.kind == "call" for block in self._answer.blocks):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
 

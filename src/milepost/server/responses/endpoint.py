@@ -13,7 +13,7 @@ from starlette.responses import Response
 from milepost.server import conversation
 from milepost.server.bodies import size_of
 from milepost.server.callers import Caller
-from milepost.server.errors import HttpError
+from milepost.server.errors import HttpError, json_response
 from milepost.server.responses.convert import Converted, items_of, to_chat
 from milepost.server.responses.protocol import ITEM, ResponseItem, ResponsesRequest
 from milepost.server.responses.store import StoredResponse
@@ -39,14 +39,12 @@ async def respond(service: Service, request: ResponsesRequest, http: Request) ->
     return await send(writer, http, close, is_stream=is_stream, failed=writer.failed)
 
 
-async def count_tokens(
-    service: Service, request: ResponsesRequest, http: Request
-) -> dict[str, Any]:
+async def count_tokens(service: Service, request: ResponsesRequest, http: Request) -> Response:
     """Returns the length of the prompt."""
     service.check_model(request.model)
     _, _, converted = await chat_of(service, request, http)
     count = await conversation.count(service, converted.chat, http)
-    return {"object": "response.input_tokens", "input_tokens": count}
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def chat_of(

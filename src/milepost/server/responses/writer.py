@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from milepost.engine.processes import Delta
 from milepost.server import errors, logprobs
-from milepost.server.answers import AnswerBlock, Blocks, Step
+from milepost.server.answers import AnswerBlock, BlockAnswer, Step, read_whole
 from milepost.server.conversation import ChatTurn
 from milepost.server.logprobs import TokensOfTexts
 from milepost.server.responses.protocol import ResponsesRequest
@@ -45,23 +45,19 @@ class Writer:
         self._octets = turn.octets
         self._names = names
         self._on_end = on_end
-        self._blocks = Blocks()
+        self._answer = BlockAnswer(turn.answers[0])
         self._tokens = TokensOfTexts()
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         """Log-probabilities of text blocks, by index."""
         self._cut: AnswerBlock | None = None
         """The block that was being written when the answer was cut off."""
-        self._end: Delta | None = None
         self._num_events = 0
         self._created = int(time.time())
         self._writers = {"opened": self._opened, "gained": self._gained, "closed": self._closed}
         self._head = _echo(request, model)
 
     async def whole(self) -> dict[str, Any]:
-        async for deltas in self._turn.generation.deltas():
-            for _, delta in deltas:
-                for _ in self._steps(delta):
-                    pass
+        await read_whole(self._turn.generation.deltas(), self._steps)
         return {**self._ended(), **self._turn.generation.transfer()}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -79,7 +75,7 @@ class Writer:
     def failed(self, error: Exception) -> bytes:
         """Returns the last event of a response that failed."""
         found = errors.body_of(error)["error"]
-        self._cut = self._blocks.open
+        self._cut = self._answer.open
         body = self.body("failed")
         body["error"] = {"code": "server_error", "message": found["message"]}
         return self._event("response.failed", response=body)
@@ -88,27 +84,24 @@ class Writer:
         if self._octets is not None:
             num_top = self._request.top_logprobs or 0
             self._tokens.add(logprobs.chat_content(delta, num_top, self._octets))
-        for step in self._blocks.feed(self._turn.answers[0].feed(delta)):
-            yield self._scored(step)
-        if delta.finish_reason is not None:
-            self._end = delta
-            self._cut = self._blocks.open if delta.finish_reason == "length" else None
-            for step in self._blocks.end():
-                yield self._scored(step)
+        for step in self._answer.feed(delta):
+            if step.kind == "closed":
+                self._end_block(step.block)
+            yield step
 
-    def _scored(self, step: Step) -> Step:
-        """Returns the step, after keeping the log-probabilities of a text that it finishes."""
-        if self._octets is not None and step.kind == "closed":
-            claimed = self._tokens.claim(step.block.text)
-            if step.block.kind == "text":
-                self._logprobs[step.block.index] = claimed or []
-        return step
+    def _end_block(self, block: AnswerBlock) -> None:
+        """Keeps the log-probabilities of a text, and notes whether the block is cut off."""
+        if self._answer.is_cut:
+            self._cut = block
+        if self._octets is not None:
+            claimed = self._tokens.claim(block.text)
+            if block.kind == "text":
+                self._logprobs[block.index] = claimed or []
 
     # --- the whole --------------------------------------------------------------------------------
 
     def _ended(self) -> dict[str, Any]:
-        assert self._end is not None, "an answer ends"
-        is_cut = self._end.finish_reason == "length"
+        is_cut = self._answer.last_delta.finish_reason == "length"
         body = self.body("incomplete" if is_cut else "completed")
         if is_cut:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -125,7 +118,7 @@ class Writer:
             "created_at": self._created,
             "status": status,
             **self._head,
-            "output": [self._item(block, is_done=True) for block in self._blocks.all],
+            "output": [self._item(block, is_done=True) for block in self._answer.blocks],
         }
 
     def _usage(self) -> dict[str, Any]:
