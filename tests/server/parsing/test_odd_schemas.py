@@ -2,6 +2,7 @@
 
 import pytest
 
+from milepost.errors import InvalidRequestError
 from milepost.server.parsing.answer import AnswerFormat
 from milepost.server.parsing.events import CallArguments
 from milepost.server.parsing.formats import TOOL_CALLS
@@ -36,3 +37,13 @@ def test_a_call_is_read_whatever_its_schema_says(schema, value):
 def test_every_format_writes_a_grammar_whatever_the_schema_says(schema, name):
     rules = TOOL_CALLS[name].grammar(tools_of(schema), lambda tag: f'"{tag}"', is_single=False)
     assert rules[0].startswith("calls:")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("lfm2", ""), ("lfm2", "a=b"), ("lfm2", "a" * 1025), ("qwen3_xml", "a" * 1025)],
+)
+def test_a_name_that_would_not_be_read_is_not_written(name, key):
+    schema = {"properties": {key: {"type": "string"}}}
+    with pytest.raises(InvalidRequestError, match="cannot write the name"):
+        TOOL_CALLS[name].grammar(tools_of(schema), lambda tag: f'"{tag}"', is_single=False)

@@ -7,11 +7,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from milepost.errors import InvalidRequestError
+
 Tools = Sequence[Mapping[str, Any]]
 """Tools as chat templates read them."""
 
+MAX_NAME_LEN = 1024
+"""Longest name of a function or a parameter that is read."""
+
 Tag = Callable[[str], str]
 """Writes a tag: as a token if the vocabulary has it as one, else as text."""
+
+
+def writable(name: str, pattern: str) -> str:
+    """Returns the name of a function or a parameter. Raises InvalidRequestError if it would not be
+    read: readers look for names of this pattern."""
+    is_read = re.fullmatch(pattern, name) and name == name.strip()
+    if not is_read or len(name) > MAX_NAME_LEN:
+        raise InvalidRequestError(f"tools: this model cannot write the name {name!r}")
+    return name
 
 
 def text(literal: str) -> str:

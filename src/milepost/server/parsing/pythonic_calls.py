@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import CallSite
 from milepost.server.parsing.json_calls import JsonCalls, JsonReader
@@ -23,9 +22,10 @@ from milepost.server.parsing.strings import quoted
 from milepost.server.parsing.tape import Reading
 from milepost.server.parsing.values import Functions, Parameters
 
-MAX_NAME_LEN = 1024
 _BETWEEN = re.compile(r"[\s,]*")
-_NAME = re.compile(r"[^\s=(),'\"\[\]{}<>]*")
+_LETTER = r"[^\s=(),'\"\[\]{}<>]"
+_NAME = re.compile(f"{_LETTER}*")
+_WRITABLE = f"{_LETTER}+"
 _REST = re.compile(r"[\s\]})]*")
 
 
@@ -61,7 +61,7 @@ def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
     """Returns the rules of one function. Parameters come in the order of the schema; those that are
     not required may be left out."""
     parameters, strictly = Parameters(lark.parameters(tool)), {"is_strict": lark.is_strict(tool)}
-    head = lark.text(_checked(tool["function"]["name"]) + "(")
+    head = lark.text(lark.writable(tool["function"]["name"], _WRITABLE) + "(")
     if not parameters.named and parameters.others is not None:
         value = parameters.others.json_rule(**strictly)
         return [
@@ -71,18 +71,13 @@ def _function(rule: str, tool: Mapping[str, Any]) -> list[str]:
     rules = [f'{rule}: {head} {rule}_f0 ")"']
     for i, (name, its) in enumerate(parameters.named.items()):
         pair, first, more = f"{rule}_p{i}", f"{rule}_f{i + 1}", f"{rule}_m{i + 1}"
-        rules.append(f"{pair}: {lark.text(_checked(name) + '=')} {its.json_rule(**strictly)}")
+        key = lark.text(f"{lark.writable(name, _WRITABLE)}=")
+        rules.append(f"{pair}: {key} {its.json_rule(**strictly)}")
         skip, mark = ("", "") if name in parameters.required else (f" | {first}", "?")
         rules.append(f"{rule}_f{i}: {pair} {more}{skip}")
         rules.append(f'{rule}_m{i}: (", " {pair}){mark} {more}')
     num = len(parameters.named)
     return [*rules, f'{rule}_f{num}: ""', f'{rule}_m{num}: ""']
-
-
-def _checked(name: str) -> str:
-    if not name or not _NAME.fullmatch(name) or len(name) > MAX_NAME_LEN:
-        raise InvalidRequestError(f"tools: this model cannot write the name {name!r}")
-    return name
 
 
 class _PythonicReader:
@@ -104,8 +99,8 @@ class _PythonicReader:
             return (yield from self._json.objects(site))
         while True:
             yield from tape.run(_BETWEEN)
-            name = yield from tape.run(_NAME, MAX_NAME_LEN)
-            is_named = name and len(name) <= MAX_NAME_LEN and site.is_known(name)
+            name = yield from tape.run(_NAME, lark.MAX_NAME_LEN)
+            is_named = name and len(name) <= lark.MAX_NAME_LEN and site.is_known(name)
             if not is_named or not (yield from tape.take("(")):
                 break
             call = _PythonicCall(name, site, self._functions.parameters(name), self._ends)
@@ -154,7 +149,7 @@ class _PythonicCall:
     def _argument(self) -> Reading[None]:
         """Reads a value, with its keyword if it has one."""
         tape, pieces = self._tape, []
-        word = yield from tape.run(_NAME, MAX_NAME_LEN)
+        word = yield from tape.run(_NAME, lark.MAX_NAME_LEN)
         gap = yield from tape.spaces()
         is_keyword = word and (yield from tape.take("="))
         if not is_keyword:

@@ -23,7 +23,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from milepost.errors import InvalidRequestError
 from milepost.server.parsing import lark
 from milepost.server.parsing.events import CallSite, FoundEvents
 from milepost.server.parsing.literals import value
@@ -31,8 +30,6 @@ from milepost.server.parsing.scanning import bracketed
 from milepost.server.parsing.strings import TextLine, inside, quoted
 from milepost.server.parsing.tape import Reading, Tape
 from milepost.server.parsing.values import Functions, Parameters, Value
-
-MAX_NAME_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +100,7 @@ class TaggedCalls:
         for number, (key, its) in enumerate(parameters.named.items()):
             part = f"{rule}_p{number}"
             parts.append(part if key in parameters.required else f"{part}?")
-            head = before + _checked(key, self.names[1]) + after
+            head = before + lark.writable(key, self.names[1]) + after
             rules.append(f"{part}: {lark.text(head)} {part}_v")
             rules += its.rules(f"{part}_v", end, barred, **strictly)
         if parameters.others is not None:
@@ -112,7 +109,7 @@ class TaggedCalls:
             rules.append(f"{rule}_o: {lark.text(before)} {name} {lark.text(after)} {rule}_v")
             rules.append(f"{name}: {self._other_keys(parameters.named)}")
             rules += parameters.others.rules(f"{rule}_v", end, barred, **strictly)
-        name = _checked(tool["function"]["name"], self.names[0])
+        name = lark.writable(tool["function"]["name"], self.names[0])
         head = lark.text(f"{self.function[0]}{name}{self.function[1]}\n")
         return [f"{rule}: {head} {' '.join(parts)}", *rules]
 
@@ -129,12 +126,6 @@ def _tags(*texts: str) -> tuple[str, ...]:
 
 def _any(texts: Collection[str]) -> str:
     return "|".join(map(re.escape, texts))
-
-
-def _checked(name: str, pattern: str) -> str:
-    if not re.fullmatch(pattern, name) or name != name.strip():
-        raise InvalidRequestError(f"tools: this model cannot write the name {name!r}")
-    return name
 
 
 class _TaggedReader:
@@ -170,8 +161,8 @@ class _TaggedReader:
 
     def _name(self, tape: Tape, after: str) -> Reading[str]:
         """Reads a function's name and the text after it. Returns "" if there is none."""
-        name = yield from tape.run(self._pattern, MAX_NAME_LEN)
-        if len(name) > MAX_NAME_LEN or (after and not (yield from tape.take(after))):
+        name = yield from tape.run(self._pattern, lark.MAX_NAME_LEN)
+        if len(name) > lark.MAX_NAME_LEN or (after and not (yield from tape.take(after))):
             return ""
         return name if name in self.names else name.strip()
 
@@ -221,9 +212,9 @@ class _TaggedCall:
         """Reads an argument after the beginning of its first tag. Returns the tag that ended it."""
         tape, form, found = self._tape, self._form, self._found
         before, after = form.key
-        key = yield from tape.run(self._pattern, MAX_NAME_LEN)
+        key = yield from tape.run(self._pattern, lark.MAX_NAME_LEN)
         text = before + key
-        is_whole = len(key) <= MAX_NAME_LEN and (yield from tape.take(after))
+        is_whole = len(key) <= lark.MAX_NAME_LEN and (yield from tape.take(after))
         if is_whole and form.value[0]:
             text += after
             yield from tape.spaces()
