@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +13,11 @@ from milepost.engine.processes import Delta
 from milepost.server import logprobs
 from milepost.server.answers import AnswerParser
 from milepost.server.conversation import ChatTurn, begin, response_id
+from milepost.server.generation import ChoicesWriter
 from milepost.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from milepost.server.protocol import ChatRequest
 from milepost.server.service import Service
-from milepost.server.stream import chunks, send
+from milepost.server.stream import send
 
 
 async def chat(service: Service, request: ChatRequest, http: Request) -> Response:
@@ -110,38 +109,26 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-class _ChatWriter:
+class _ChatWriter(ChoicesWriter):
     """Writes the response."""
 
-    def __init__(self, service: Service, turn: ChatTurn, id_: str, model: str) -> None:
-        self._service = service
-        self._request = turn.request
-        self._octets = turn.octets
-        self._prompt = turn.prompt
-        self._generation = turn.generation
-        self._usage = turn.usage
-        self._answers = [ChoiceWriter(events) for events in turn.answers]
-        self.id = id_
-        self._created = int(time.time())
-        self._begun: set[int] = set()
-        """Choices that the stream has begun."""
-        self._model = model
+    event_object = "chat.completion.chunk"
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            **self._service.fingerprint,
-        }
+    def __init__(self, service: Service, turn: ChatTurn, id_: str, model: str) -> None:
+        super().__init__(service, turn.request, turn.generation, id_, model)
+        self._request = turn.request
+        self._turn = turn
+        self._answers = [ChoiceWriter(events) for events in turn.answers]
+
+    def _usage(self) -> dict[str, Any]:
+        return self._turn.usage()
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        if self._octets is None:
+        if self._turn.octets is None:
             return []
         if self._request.return_tokens_as_token_ids:
             delta = logprobs.by_id(delta)
-        return logprobs.chat_content(delta, self._request.top_logprobs or 0, self._octets)
+        return logprobs.chat_content(delta, self._request.top_logprobs or 0, self._turn.octets)
 
     # --- at once ----------------------------------------------------------------------------------
 
@@ -159,7 +146,7 @@ class _ChatWriter:
             scores = await logprobs.scores_of(self._service, self._generation, 0)
             body["prompt_logprobs"] = logprobs.of_prompt(scores, self._request.prompt_logprobs)
         if self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompt.token_ids
+            body["prompt_token_ids"] = self._turn.prompt.token_ids
         return body
 
     def _choice(self, index: int) -> dict[str, Any]:
@@ -177,16 +164,6 @@ class _ChatWriter:
         return choice
 
     # --- streamed ---------------------------------------------------------------------------------
-
-    def events(self) -> AsyncIterator[bytes]:
-        return chunks(
-            self._head("chat.completion.chunk"),
-            self._generation.deltas(),
-            self._choices,
-            options=self._request.stream_options,
-            usage=self._usage,
-            forces_usage=self._service.config.enable_force_include_usage,
-        )
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the choices to send for a delta. The first has its logprobs, the last the finish

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -16,10 +15,10 @@ from milepost.errors import InvalidRequestError
 from milepost.sampling_params import SamplingParams
 from milepost.server import forms, logprobs, parameters, transfer
 from milepost.server.conversation import response_id, shortened
-from milepost.server.generation import Generation
+from milepost.server.generation import ChoicesWriter, Generation
 from milepost.server.protocol import CompletionRequest
 from milepost.server.service import Service
-from milepost.server.stream import chunks, send
+from milepost.server.stream import send
 from milepost.structured_outputs import StructuredOutputs
 
 
@@ -91,8 +90,10 @@ def _listed(request: CompletionRequest) -> list[Any]:
     return [given] if is_one else given
 
 
-class _CompletionWriter:
+class _CompletionWriter(ChoicesWriter):
     """Writes the response."""
+
+    event_object = "text_completion"
 
     def __init__(
         self,
@@ -104,21 +105,11 @@ class _CompletionWriter:
         model: str,
         id_: str,
     ) -> None:
-        self._service = service
+        super().__init__(service, request, generation, id_, model)
         self._request = request
         self._texts = texts
         self._prompts = prompts
-        self._generation = generation
-        self.id = id_
-        self._head = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            **service.fingerprint,
-        }
         self._offsets = [0] * generation.num_choices
-        self._begun: set[int] = set()
 
     async def whole(self) -> dict[str, Any]:
         choices = [self._choice(index) for index in range(self._generation.num_choices)]
@@ -135,18 +126,8 @@ class _CompletionWriter:
                     choice for choice in choices if self._number(choice["index"]) == number
                 ]
                 await self._add_prompt(number, of_prompt)
-        body = {**self._head, "choices": choices, "usage": self._generation.usage()}
+        body = {**self._head(self.event_object), "choices": choices, "usage": self._usage()}
         return {**body, **self._generation.transfer()}
-
-    def events(self) -> AsyncIterator[bytes]:
-        return chunks(
-            self._head,
-            self._generation.deltas(),
-            self._choices,
-            options=self._request.stream_options,
-            usage=self._generation.usage,
-            forces_usage=self._service.config.enable_force_include_usage,
-        )
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the choice to send for a delta, or none."""

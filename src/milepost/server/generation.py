@@ -1,8 +1,12 @@
-"""One HTTP request on its way through the engine."""
+"""One HTTP request on its way through the engine, and the response of choices that chats and
+completions answer with."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from milepost.engine.outputs import Logprob
@@ -14,6 +18,7 @@ from milepost.server import transfer
 from milepost.server.observers import MetricsObserver, RequestTally
 from milepost.server.protocol import Sampling
 from milepost.server.service import Service
+from milepost.server.stream import DONE, encoded, event
 from milepost.server.tracing import TraceContext
 
 PromptLogprobs = list[dict[int, Logprob] | None]
@@ -146,3 +151,57 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """Returns the `usage` of the response so far."""
         return self._tally.usage(is_counted=self._is_counted)
+
+
+class ChoicesWriter(ABC):
+    """Writes a response whose answers are `choices`."""
+
+    event_object: str
+    """The `object` of a stream's events."""
+
+    def __init__(
+        self, service: Service, request: Sampling, generation: Generation, id_: str, model: str
+    ) -> None:
+        self._service = service
+        self._generation = generation
+        self._options = request.stream_options
+        self.id = id_
+        self._model = model
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+        """Choices that the response has begun."""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            **self._service.fingerprint,
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields the events of a stream, and the usage if it was requested. Events differ only in
+        their choice, so everything around it is encoded once."""
+        options, is_forced = self._options, self._service.config.enable_force_include_usage
+        has_usage = is_forced or bool(options and options.include_usage)
+        has_all_usage = has_usage and bool(options and options.continuous_usage_stats)
+        head = self._head(self.event_object)
+        before = b"data: " + encoded(head)[:-1] + b',"choices":['
+        after = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        async with aclosing(self._generation.deltas()) as arrived:
+            async for several in arrived:
+                choices = [choice for pair in several for choice in self._choices(*pair)]
+                if choices and has_all_usage:
+                    after = b'],"usage":' + encoded(self._usage()) + b"}\n\n"
+                if choices:
+                    yield b"".join(before + encoded(choice) + after for choice in choices)
+            last = event({**head, "choices": [], "usage": self._usage()}) if has_usage else b""
+            yield last + DONE
+
+    @abstractmethod
+    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the choices to send for a delta."""
+
+    def _usage(self) -> dict[str, Any]:
+        return self._generation.usage()

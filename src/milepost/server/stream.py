@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from milepost.engine.processes import Delta
 from milepost.errors import MilepostError
 from milepost.server.errors import ClientGoneError, body_of, json_response, message_of
-from milepost.server.parts import StreamOptions
 
 T = TypeVar("T")
 Send = Callable[[Any], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
-_ENCODER = msgspec.json.Encoder()
+encoded = msgspec.json.Encoder().encode
 
 
 def event(body: Any) -> bytes:
     """Returns a server-sent event with a JSON body."""
-    return b"data: " + _ENCODER.encode(body) + b"\n\n"
+    return b"data: " + encoded(body) + b"\n\n"
 
 
 def named_event(name: str, body: Any) -> bytes:
@@ -36,32 +34,6 @@ def named_event(name: str, body: Any) -> bytes:
 
 def _failure(error: Exception) -> bytes:
     return event(body_of(error))
-
-
-async def chunks(
-    head: Mapping[str, Any],
-    deltas: AsyncGenerator[list[tuple[int, Delta]], None],
-    choices_of: Callable[[int, Delta], list[Any]],
-    *,
-    options: StreamOptions | None,
-    usage: Callable[[], Any],
-    forces_usage: bool,
-) -> AsyncIterator[bytes]:
-    """Yields the events of one stream, with the choices that each delta adds, and the usage if it
-    was requested. Events differ only in their choice, so everything around it is encoded once."""
-    has_usage = forces_usage or bool(options and options.include_usage)
-    has_all_usage = has_usage and bool(options and options.continuous_usage_stats)
-    before = b"data: " + _ENCODER.encode(head)[:-1] + b',"choices":['
-    after = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
-    async with aclosing(deltas) as arrived:
-        async for several in arrived:
-            choices = [choice for pair in several for choice in choices_of(*pair)]
-            if choices and has_all_usage:
-                after = b'],"usage":' + _ENCODER.encode(usage()) + b"}\n\n"
-            if choices:
-                yield b"".join(before + _ENCODER.encode(choice) + after for choice in choices)
-        last = event({**head, "choices": [], "usage": usage()}) if has_usage else b""
-        yield last + DONE
 
 
 class EventStream(Response):
