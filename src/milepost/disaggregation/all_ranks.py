@@ -26,7 +26,6 @@ from milepost.disaggregation.commands import (
     ReadPart,
     RemovePeer,
     SendTransferCommand,
-    StopProgress,
     Synchronize,
 )
 from milepost.disaggregation.messages import BadMessageError, Layout, decoded
@@ -135,12 +134,12 @@ class AllRanks(Transport):
     def make_progress(self) -> None:
         if not self._is_read:
             self._is_read = True
-            self._ask(MakeProgress())
+            self._ask(MakeProgress(True))
         self._own.make_progress()
 
     def stop_progress(self) -> None:
         self._is_read = False
-        self._ask(StopProgress())
+        self._ask(MakeProgress(False))
         self._own.stop_progress()
 
     def cancel(self, transfer: _Parts) -> bool:

@@ -80,11 +80,9 @@ class Synchronize(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MakeProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Starts making progress for other engines that read here."""
+    """Tells whether other engines read here, so that progress must be made for them."""
 
-
-class StopProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stops making progress, since the last reader has finished."""
+    is_read: bool
 
 
 TransferCommand = (
@@ -97,7 +95,6 @@ TransferCommand = (
     | Filled
     | Synchronize
     | MakeProgress
-    | StopProgress
 )
 
 SendTransferCommand = Callable[[TransferCommand], Future[bool]]

@@ -26,7 +26,6 @@ from milepost.disaggregation.commands import (
     RankEndpoint,
     ReadPart,
     RemovePeer,
-    StopProgress,
     Synchronize,
     TransferCommand,
     decode,
@@ -156,9 +155,9 @@ class PartReader:
                     self._transport.remove_peer(peer)
             case CancelRead():
                 self._give_up(command.transfer)
-            case MakeProgress():
+            case MakeProgress(is_read=True):
                 self._read_since = time.monotonic()
-            case StopProgress():
+            case MakeProgress():
                 self._read_since = None
                 self._transport.stop_progress()
         self._answer(ticket, True)
