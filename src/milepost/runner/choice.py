@@ -171,11 +171,18 @@ def _measure(
         return None
     counts = [params[r].logprobs or 0 for r in wanted]
     index = tensor_beside(wanted, torch.int64, logits)
-    logprobs = full(logits[index]).log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids[index, None])
+    return _likelihoods(wanted, counts, token_ids[index], logits[index])
+
+
+def _likelihoods(
+    rows: Sequence[int], counts: Sequence[int], token_ids: Tensor, logits: Tensor
+) -> Likelihoods:
+    """Returns the likelihoods of `token_ids` [rows] by their `logits` [rows, V]."""
+    logprobs = full(logits).log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
     best, best_ids = likeliest(logprobs, min(max(counts), logits.shape[1]))
     return Likelihoods(
-        rows=wanted,
+        rows=rows,
         counts=counts,
         own=chosen[:, 0],
         ranks=(logprobs > chosen).sum(dim=-1) + 1,
@@ -228,11 +235,8 @@ def _score(
     for start in range(0, len(targets), PIECE_ROWS):
         piece = targets[start : start + PIECE_ROWS]
         logits = compute_logits(hidden[first + start : first + start + len(piece)])
-        logprobs = full(logits).log_softmax(dim=-1)
-        chosen = logprobs.gather(1, torch.tensor(piece, device=logits.device)[:, None])
-        ranks = (logprobs > chosen).sum(dim=-1) + 1
-        best, best_ids = likeliest(logprobs, scoring.num_top)
-        columns = (chosen[:, 0], ranks, best_ids, best)
-        rows = zip(piece, *(column.tolist() for column in columns), strict=True)
-        for token_id, logprob, rank, ids, values in rows:
-            yield SampledToken(token_id, logprob, dict(zip(ids, values, strict=True)), rank)
+        tokens = list(map(SampledToken, piece))
+        token_ids = torch.tensor(piece, device=logits.device)
+        counts = [scoring.num_top] * len(piece)
+        _likelihoods(range(len(piece)), counts, token_ids, logits).add_to(tokens)
+        yield from tokens

@@ -68,6 +68,17 @@ class RankModel:
         """Bytes by part and form."""
         return weigh(self.model)
 
+    def measure_tower(self, config: EngineConfig) -> StepBytes:
+        """Measures the vision tower, for which its kernels are compiled; zeros without one."""
+        if self.model.tower is None or self.settings is None:
+            return StepBytes()
+        return measure_tower(
+            self.model.tower,
+            self.settings,
+            joins=config.encode_images_together,
+            captures=not config.enforce_eager,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -209,7 +220,7 @@ def _compiled(
     """Compiles and measures the steps, and keeps none of the memory that this takes."""
     executor = rehearsal(part.model, shape, steps)
     compile_steps(executor, steps)
-    return bytes_of(config, executor, steps, part.settings)
+    return bytes_of(config, part, executor, steps)
 
 
 def _most_tokens(config: EngineConfig, shape: PoolShape, room: int) -> int:
@@ -220,27 +231,18 @@ def _most_tokens(config: EngineConfig, shape: PoolShape, room: int) -> int:
 
 
 def bytes_of(
-    config: EngineConfig,
-    executor: DeviceExecutor,
-    steps: FirstSteps,
-    settings: ImageSettings | None,
+    config: EngineConfig, part: RankModel, executor: DeviceExecutor, steps: FirstSteps
 ) -> StepBytes:
     """Measures the steps, and the vision tower if there is one."""
-    found, model = measure_steps(executor, steps), executor.model
-    if model.tower is None or settings is None:
+    found = measure_steps(executor, steps)
+    if part.model.tower is None or part.settings is None:
         return found
-    tower = measure_tower(
-        model.tower,
-        settings,
-        joins=config.encode_images_together,
-        captures=not config.enforce_eager,
-    )
     return replace(
-        tower,
+        part.measure_tower(config),
         largest=found.largest,
         graphs=found.graphs,
         sampling=found.sampling,
-        encoded=(config.encoder_cache_size or 0) * token_bytes_of(model),
+        encoded=(config.encoder_cache_size or 0) * token_bytes_of(part.model),
     )
 
 

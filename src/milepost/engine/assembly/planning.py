@@ -169,7 +169,7 @@ class MemoryPlanner:
             with self._meter:
                 self._meter.leave_out(part.model.parameters())
                 executor = rehearsal(part.model, shape, steps)
-                self._measured[key] = bytes_of(config, executor, steps, part.settings)
+                self._measured[key] = bytes_of(config, part, executor, steps)
         return self._measured[key]
 
 

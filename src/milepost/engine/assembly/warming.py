@@ -24,7 +24,7 @@ from milepost.engine.assembly.planning import GPU, outline_of
 from milepost.errors import EngineDeadError, KernelError
 from milepost.kernels.platform.device import Chip, hopper_kernels
 from milepost.kernels.platform.pretending import pretend
-from milepost.runner.measuring import compile_steps, measure_tower, rehearsal
+from milepost.runner.measuring import compile_steps, rehearsal
 
 MAX_PROCESSES = 16
 """More would trace the same steps for ever fewer kernels."""
@@ -80,17 +80,10 @@ def compile_share(share: WarmShare) -> None:
     config = share.config
     with hopper_kernels(config.hopper_kernels), pretend(share.chip), _only(share):
         part = outline_of(config)
-        model = part.model
         fitted = fit_steps(config, part, GPU, share.gpu_bytes)
         with torch.inference_mode():
-            compile_steps(rehearsal(model, fitted.shape, fitted.steps), fitted.steps)
-            if model.tower is not None and part.settings is not None:
-                measure_tower(
-                    model.tower,
-                    part.settings,
-                    joins=config.encode_images_together,
-                    captures=not config.enforce_eager,
-                )
+            compile_steps(rehearsal(part.model, fitted.shape, fitted.steps), fitted.steps)
+            part.measure_tower(config)
 
 
 @contextmanager
