@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,15 +103,19 @@ def siglip_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         merger_size=merger_size,
         table_fit="averaged",
     )
-    root = scope.root()
-    norm = f"{_SIGLIP_NAMES.norm}.weight"
-    path = next(
-        (each for each in _SIGLIP_PATHS if f"{each}.{norm}" in scope.names), _SIGLIP_PATHS[0]
-    )
-    projector = f"{path.partition('vision_tower')[0]}{_PROJECTOR}"
+    tower, projector = _found(scope, _SIGLIP_PATHS, f"{_SIGLIP_NAMES.norm}.weight")
     merged_norm = "layer_norm" if whole.projector_use_layernorm else None
-    names = replace(_SIGLIP_NAMES, merged_norm=merged_norm)
-    return Tower(shapes, root.under(path), names, root.under(projector))
+    return Tower(shapes, tower, replace(_SIGLIP_NAMES, merged_norm=merged_norm), projector)
+
+
+def _found(
+    scope: ModuleScope, paths: Sequence[str], tensor: str
+) -> tuple[ModuleScope, ModuleScope]:
+    """Returns the path of the tower, the first of these that has the tensor, and of the projector
+    beside it."""
+    path = next((each for each in paths if f"{each}.{tensor}" in scope.names), paths[0])
+    outer, root = path.partition("vision_tower")[0], scope.root()
+    return root.under(path), root.under(f"{outer}{_PROJECTOR}")
 
 
 _GRID = (
@@ -148,12 +152,8 @@ def lfm3_tower(whole: PreTrainedConfig, scope: ModuleScope) -> Tower:
         num_attending=sum(each != "conv" for each in mixers),
     )
     block_shapes = GridBlockShapes(num_kv_heads=num_kv_heads, conv_width=width, eps=config.norm_eps)
-    root = scope.root()
-    paths = [f"{outer}vision_tower" for outer in ("model.", "")]
-    matching = (path for path in paths if f"{path}.embedding_norm.weight" in scope.names)
-    path = next(matching, paths[0])
-    outer = path.removesuffix("vision_tower")
-    tower, projector = root.under(path), root.under(f"{outer}{_PROJECTOR}")
+    paths = ("model.vision_tower", "vision_tower")
+    tower, projector = _found(scope, paths, "embedding_norm.weight")
     modules = TowerModules(
         embedding=NormedEmbedding(shapes, block_shapes.eps, tower),
         blocks=module_list(

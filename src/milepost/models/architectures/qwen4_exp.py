@@ -19,9 +19,8 @@ from milepost.layers.parts import Layer, LayerBlock, Part
 from milepost.layers.residual import HyperBlock, HyperConnection
 from milepost.layers.rotary import Rotary
 from milepost.models.architecture import Architecture, attention_shapes, gated_delta_shapes
-from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes
+from milepost.models.architectures.qwen3_next import QWEN_SPELLINGS, expert_shapes, settle_qwen
 from milepost.models.decoder import DecoderParts
-from milepost.models.names import listed_layers, take_same
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # Published checkpoints call the layers with an indexer `full_attention`. transformers saves them by
@@ -102,21 +101,12 @@ def _ngram_shapes(config: PreTrainedConfig, index: int) -> NgramShapes:
 
 
 def _settle(settings: dict[str, Any]) -> None:
-    """Converts `full_attention_interval` to layer types, and gives attention the name that
-    published checkpoints have for it, which every version of transformers reads."""
-    settings["layer_types"] = _renamed(settings.get("layer_types"))
-    interval = settings.pop("full_attention_interval", None)
-    count = settings.get("num_hidden_layers")
-    if interval is not None and isinstance(count, int):
-        places = list(range(interval - 1, count, interval))
-        listed = listed_layers(settings, places, "full_attention_interval", _LINEAR)
-        take_same(settings, "layer_types", f"full_attention_interval={interval}", listed)
-
-
-def _renamed(layer_types: Any) -> Any:
-    if not isinstance(layer_types, list):
-        return layer_types
-    return [_FULL if each in _SAVED else each for each in layer_types]
+    """Gives attention the name that published checkpoints have for it, which every version of
+    transformers reads. The other settings are converted as Qwen3-Next's."""
+    listed = settings.get("layer_types")
+    if isinstance(listed, list):
+        settings["layer_types"] = [_FULL if each in _SAVED else each for each in listed]
+    settle_qwen(settings)
 
 
 ARCHITECTURES = (
