@@ -51,16 +51,10 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 class Rendered(msgspec.Struct, array_like=True, frozen=True):
     """A rendered conversation, or the reason for its refusal."""
 
-    pieces: list[str] = []
-    ends: list[int] = []
-    """Ends of parts of the text, as in `chat.Composed`."""
+    composed: chat.Composed = chat.Composed(pieces=[], ends=[])
     refusal: str = ""
     is_slow: bool = False
     """Whether it was refused because rendering takes too long."""
-
-    @property
-    def composed(self) -> chat.Composed:
-        return chat.Composed(pieces=self.pieces, ends=self.ends)
 
 
 def too_slow(limit_s: float) -> Rendered:
@@ -115,7 +109,7 @@ class Renderer:
             signal.setitimer(signal.ITIMER_VIRTUAL, 2 * asked.limit_s)  # ends the process
             bound_memory(MAX_BYTES)
             signal.setitimer(signal.ITIMER_PROF, asked.limit_s)
-            composed = self._composed(asked)
+            rendered = Rendered(self._composed(asked))
             signal.setitimer(signal.ITIMER_PROF, 0)
         except InvalidRequestError as error:
             return Rendered(refusal=str(error))
@@ -130,7 +124,7 @@ class Renderer:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, self._memory)
-        return Rendered(pieces=composed.pieces, ends=composed.ends)
+        return rendered
 
     def _composed(self, asked: Unrendered) -> chat.Composed:
         def check(text: str) -> None:

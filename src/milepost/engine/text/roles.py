@@ -26,7 +26,7 @@ def with_system_first(
     """Returns the messages with one system message at the beginning. Later ones stay if the
     template shows them; otherwise they become user messages. `joint` separates the parts of a
     message."""
-    end = _head_length(messages)
+    end = head_length(messages)
     head = list(messages[:end])
     if end > 1:
         head = [_joined(head, joint)]
@@ -60,7 +60,8 @@ def _role(message: ChatMessage) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def _head_length(messages: Sequence[ChatMessage]) -> int:
+def head_length(messages: Sequence[ChatMessage]) -> int:
+    """Returns the number of system messages at the beginning."""
     for number, message in enumerate(messages):
         if _role(message) not in SYSTEM:
             return number

@@ -128,7 +128,7 @@ def head_end(conversation: BoundTemplate, messages: list[dict[str, Any]], text: 
     """Returns the end of the system prompt, including what the template adds to it, such as tools.
     The system prompt is rendered alone if the template allows it. Otherwise the end is found by
     comparing two conversations that differ from their first user message on."""
-    head = messages[: _head_length(messages)]
+    head = messages[: roles.head_length(messages)]
     alone = conversation.text_if_taken(head) if head else None
     if alone and text.startswith(alone) and all(_content(m).strip() in alone for m in head):
         return len(alone)
@@ -137,11 +137,6 @@ def head_end(conversation: BoundTemplate, messages: list[dict[str, Any]], text: 
     ]
     shared = common_length(*(probe or "" for probe in probes))
     return common_length(text, (probes[0] or "")[:shared])
-
-
-def _head_length(messages: list[dict[str, Any]]) -> int:
-    is_system = [message["role"] in roles.SYSTEM for message in messages]
-    return is_system.index(False) if False in is_system else len(is_system)
 
 
 def _content(message: dict[str, Any]) -> str:
