@@ -11,6 +11,7 @@ second ones.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -45,6 +46,17 @@ def boxes_of(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
 @cache
 def _layout(swizzle: int, itemsize: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=2)
+
+
+class OperandStages(NamedTuple):
+    """A ring that loads the operands of products: shared memory [stages or a multiple, ...] and
+    barriers. None stands for what a kernel does not have."""
+
+    inputs: Any
+    weights: Any
+    bars: Any
+    row_scales: Any = None
+    """Scales of the inputs' rows [stages or a multiple, 1, a whole line of 128 bytes]."""
 
 
 @gluon.jit

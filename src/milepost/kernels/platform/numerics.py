@@ -1,5 +1,5 @@
-"""Device functions in Triton: activations and norms in float32, and float8_e4m3fn on chips with and
-without instructions for it."""
+"""Device functions in Triton: activations, norms and softmax in float32, and float8_e4m3fn on chips
+with and without instructions for it."""
 
 from __future__ import annotations
 
@@ -152,6 +152,20 @@ def add_parts(p_row, part_stride, mask, PARTS: tl.constexpr):
     for part in tl.static_range(1, PARTS):
         b_sum += tl.load(p_row + part * part_stride, mask=mask, other=0.0).to(tl.float32)
     return b_sum
+
+
+@triton.jit
+def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
+    """Adds a block's scores [ROWS, BLOCK] to the running softmax with maximum `m` and sum of
+    weights `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
+    m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
+    base = m_new
+    if MASKED:
+        # A row without any visible key so far has no maximum to subtract.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = tl.exp2(b_s * scale - base[:, None])
+    shrink = tl.exp2(m - base)
+    return m_new, l * shrink + tl.sum(b_p, 1), b_p, shrink
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.platform.launches import quick
-from milepost.kernels.platform.numerics import LOG2_E
+from milepost.kernels.platform.numerics import LOG2_E, online_softmax
 from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 from milepost.kernels.vision import PictureFrames
 
@@ -193,16 +193,13 @@ def _step(
     scores *= scale * LOG2_E
     if IS_LAST:
         scores = tl.where(is_key[None, :], scores, -float("inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
-    shares = tl.exp2(scores - higher[:, None])
-    faded = tl.exp2(peak - higher)
-    total = total * faded + tl.sum(shares, 1)
+    peak, total, shares, faded = online_softmax(peak, total, scores, 1.0, False)
     value, value_rest = _rows(own + 2 * (WIDTH // 3), o_k, is_key, WIDTH, DIM, MAIN, REST)
     shares = shares.to(value.dtype)
     acc = tl.dot(shares, value, acc * faded[:, None], input_precision="ieee")
     if REST:
         acc_rest = tl.dot(shares, value_rest, acc_rest * faded[:, None], input_precision="ieee")
-    return higher, total, acc, acc_rest
+    return peak, total, acc, acc_rest
 
 
 @triton.jit

@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from milepost.kernels.attention.portable.blocks import load_gate, online_softmax
+from milepost.kernels.attention.portable.blocks import load_gate
 from milepost.kernels.platform.gluon import release, wait_loaded
+from milepost.kernels.platform.numerics import online_softmax
 
 
 class WideSizes(NamedTuple):

@@ -38,12 +38,12 @@ from milepost.kernels.attention.portable.blocks import (
     load_latents,
     load_queries,
     load_words,
-    online_softmax,
 )
 from milepost.kernels.attention.portable.tiles import KVTiles
 from milepost.kernels.attention.tiles import NARROW_ROWS
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import online_softmax
 from milepost.kernels.platform.tensors import next_power_of_2
 
 _MOST_IN_WORDS = 64

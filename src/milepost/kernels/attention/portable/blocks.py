@@ -1,4 +1,4 @@
-"""Parts of the portable attention kernels: an item, blocks of KV from pages, the running softmax.
+"""Parts of the portable attention kernels: an item, and blocks of KV from pages.
 
 Legend: ROWS query rows of an item, BLOCK KV positions, G KV heads.
 """
@@ -235,20 +235,6 @@ def first_masked(item, begin, SIZES: tl.constexpr):
         seen = tl.maximum(tl.minimum(item.end, item.position + 1) - begin, 0)
         masked = begin + seen // SIZES.block * SIZES.block
     return masked
-
-
-@triton.jit
-def online_softmax(m, l, b_s, scale, MASKED: tl.constexpr):
-    """Adds a block's scores [ROWS, BLOCK] to the running softmax with maximum `m` and sum of
-    weights `l`, both [ROWS]. Returns both, the block's weights, and the factor for earlier sums."""
-    m_new = tl.maximum(m, tl.max(b_s, 1) * scale)
-    base = m_new
-    if MASKED:
-        # A row without any visible key so far has no maximum to subtract.
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = tl.exp2(b_s * scale - base[:, None])
-    shrink = tl.exp2(m - base)
-    return m_new, l * shrink + tl.sum(b_p, 1), b_p, shrink
 
 
 @triton.jit

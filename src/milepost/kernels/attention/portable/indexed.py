@@ -15,9 +15,10 @@ from torch import Tensor
 from milepost.kernels.attention.arguments import OutputGate
 from milepost.kernels.attention.indexed import IndexedTokens, Selection
 from milepost.kernels.attention.pages import PagedKV, rows_per_page
-from milepost.kernels.attention.portable.blocks import dot, load_gate, online_softmax
+from milepost.kernels.attention.portable.blocks import dot, load_gate
 from milepost.kernels.attention.portable.scores import LAST, select, sizes_of
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
+from milepost.kernels.platform.numerics import online_softmax
 from milepost.kernels.platform.tensors import next_power_of_2
 
 

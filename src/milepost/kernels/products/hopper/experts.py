@@ -25,14 +25,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from milepost.kernels.platform.gluon import open_bars
+from milepost.kernels.platform.gluon import OperandStages, open_bars
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.hopper.experts_loading import (
     BLOCK_M,
     MixtureBoxes,
-    MixtureStages,
     produce,
 )
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
@@ -163,12 +162,12 @@ def mix_kernel(
     STAGES: gl.constexpr = SHAPE.stages
     inputs, weights = _open_boxes(rows, up, SHAPE)
     if row_scales is None:
-        stages = MixtureStages(inputs, weights, None, open_bars(STAGES, 2, 1))
+        stages = OperandStages(inputs, weights, open_bars(STAGES, 2, 1))
     else:
         # TMA writes whole lines of 128 bytes.
         lines: gl.constexpr = [SHAPE.blocks * STAGES, 1, 32]
         held = gl.allocate_shared_memory(gl.float32, lines, row_scales.layout)
-        stages = MixtureStages(inputs, weights, held, open_bars(STAGES, 2, 1))
+        stages = OperandStages(inputs, weights, open_bars(STAGES, 2, 1), held)
     wait_for_inputs()
     launch_dependents()
     scales = up_scales, down_scales
@@ -186,7 +185,8 @@ def mix_kernel(
 
 @gluon.jit
 def _open_boxes(rows, weight, SHAPE: gl.constexpr):
-    """Allocates the ring's boxes of rows and of weights."""
+    """Allocates the ring's boxes of rows [PIECES * STAGES, BLOCK_M, ...] and of weights [2 *
+    STAGES, ...]."""
     HEIGHT: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = rows.block_type.shape[1]
     LINES: gl.constexpr = SHAPE.stages * SHAPE.blocks * SHAPE.depth // WIDTH

@@ -26,16 +26,6 @@ class MixtureBoxes(NamedTuple):
     weight: Any
 
 
-class MixtureStages(NamedTuple):
-    """A ring in shared memory: boxes of rows [PIECES * STAGES, BLOCK_M, ...], boxes of weights [2 *
-    STAGES, ...], rows' scales [BLOCKS * STAGES, 1, at least BLOCK_M] or None, and barriers."""
-
-    inputs: Any
-    weights: Any
-    row_scales: Any
-    bars: Any
-
-
 @gluon.jit
 def produce(stages, lists, up, down, SHAPE: gl.constexpr):
     """Loads every step as soon as there is room, first of the up projection, then of the down

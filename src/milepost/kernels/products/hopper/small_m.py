@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from milepost.kernels.platform.gluon import load_box, open_bars, wait_free
+from milepost.kernels.platform.gluon import OperandStages, load_box, open_bars, wait_free
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.platform.tensors import cdiv
 
@@ -70,16 +70,6 @@ class SmallBoxes(NamedTuple):
     raw_weight: Any = None
 
 
-class SmallStages(NamedTuple):
-    """A ring in shared memory: inputs [STAGES * LINES, BLOCK_M, K], weights [STAGES * LINES, MMA_N,
-    K], barriers, and rows' scales [STAGES, 1, at least BLOCK_M] or None."""
-
-    inputs: Any
-    weights: Any
-    bars: Any
-    row_scales: Any
-
-
 class SmallProduct(NamedTuple):
     """The weights' scales, or None, and the tensor [S, T, at least O] that takes the outputs, whose
     rows are O elements apart unless a stride is given."""
@@ -125,7 +115,7 @@ def _gemm_kernel(
     boxes = SmallBoxes(rows, weight, row_scales, raw_rows, raw_weight)
     product = SmallProduct(scales, output, num_tokens, stride)
     if row_scales is None:
-        stages = SmallStages(inputs, weights, bars, None)
+        stages = OperandStages(inputs, weights, bars)
         gl.warp_specialize(
             [
                 (_consume, (CONSUME, stages, product, 0, SHAPE)),
@@ -137,7 +127,7 @@ def _gemm_kernel(
         # TMA writes from whole lines of 128 bytes on.
         HELD: gl.constexpr = max(SHAPE.block_m, 32)
         held = gl.allocate_shared_memory(gl.float32, [SHAPE.stages, 1, HELD], row_scales.layout)
-        stages = SmallStages(inputs, weights, bars, held)
+        stages = OperandStages(inputs, weights, bars, held)
         gl.warp_specialize(
             [
                 (_consume, (CONSUME, stages, product, 0, SHAPE)),
@@ -160,7 +150,8 @@ def _produce(PRODUCE: gl.constexpr, stages, boxes, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _open_stages(rows, weight, SHAPE: gl.constexpr, GROUPS: gl.constexpr):
-    """Allocates the stages and their barriers, for GROUPS of warps that use up a stage."""
+    """Allocates inputs [STAGES * LINES, BLOCK_M, K], weights [STAGES * LINES, MMA_N, K] and their
+    barriers, for GROUPS of warps that use up a stage."""
     STAGES: gl.constexpr = SHAPE.stages
     LINES: gl.constexpr = STAGES * SHAPE.lines
     dtype: gl.constexpr = weight.dtype

@@ -46,6 +46,7 @@ from milepost.kernels.recurrent.hopper.states import (
 from milepost.kernels.recurrent.hopper.stream import (
     ROWS,
     TokenStream,
+    keep_all,
     keep_rows,
     leave_column,
     leave_inputs,
@@ -135,13 +136,13 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
         kept = conv.base + target.to(gl.int64) * conv.stride
         own = UnitTokens(stream, betas, decays, read, kept, weights, rows, columns)
         p_gate = inputs.gate.base + first_token * inputs.gate.stride
-        _keep_places(own, key_head * SIZE + o_c, True, FORM)
+        keep_all(_keep_keys, own, key_head * SIZE + o_c, FORM)
         for member in gl.static_range(GROUP):
             i_hv = key_head * GROUP + member
             rate = gl.load(weights.decay_rate + i_hv)
             bias = rate if SIZES.by_channel else gl.load(weights.decay_bias + i_hv)
             if not SIZES.by_channel:
-                _keep_places(own, (2 * KEY_HEADS + i_hv) * SIZE + o_c, False, FORM)
+                keep_all(_keep_values, own, (2 * KEY_HEADS + i_hv) * SIZE + o_c, FORM)
             state = take(work, number, STATE, BY_LINE, FORM)
             number += 1
             p_head = p_gate + i_hv * SIZE + o_v, inputs.gate.stride
@@ -167,32 +168,17 @@ def _beside(stream, rows, first_token):
 
 
 @gluon.jit
-def _keep_places(own, channel, ARE_KEYS: gl.constexpr, FORM: gl.constexpr):
-    """Writes all tokens' vectors to shared memory, some tokens at a time: a unit's keys, or a
-    head's values."""
-    STEP: gl.constexpr = FORM.at_once
-    _keep_some(own, channel, 0, True, ARE_KEYS, FORM)
-    if FORM.places > STEP:
-        for begin in range(STEP, own.stream.num_places, STEP):
-            _keep_some(own, channel, begin, False, ARE_KEYS, FORM)
-
-
-@gluon.jit
-def _keep_some(
-    own, channel, begin, IS_FIRST: gl.constexpr, ARE_KEYS: gl.constexpr, FORM: gl.constexpr
-):
-    """Writes some tokens' vectors to shared memory, and their inputs to states and records."""
+def _keep_values(own, channel, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
+    """Writes some tokens' values of a head to shared memory, and their inputs to states and
+    records."""
     STEP: gl.constexpr = FORM.at_once
     TAPS: gl.constexpr = FORM.sizes.taps
-    if ARE_KEYS:
-        _keep_keys(own, channel, begin, IS_FIRST, FORM)
-    else:
-        values = load_inputs(own.stream, own.conv, channel, begin, IS_FIRST, TAPS, STEP)
-        window = Window(values, load_taps(own.weights.conv, channel, TAPS))
-        for ahead in gl.static_range(STEP):
-            if begin + ahead < own.stream.num_places:
-                own.columns.index(begin + ahead).store(convolve(window, TAPS, ahead))
-        leave_inputs(values, own.stream, own.kept_conv, channel, begin, TAPS, STEP)
+    values = load_inputs(own.stream, own.conv, channel, begin, IS_FIRST, TAPS, STEP)
+    window = Window(values, load_taps(own.weights.conv, channel, TAPS))
+    for ahead in gl.static_range(STEP):
+        if begin + ahead < own.stream.num_places:
+            own.columns.index(begin + ahead).store(convolve(window, TAPS, ahead))
+    leave_inputs(values, own.stream, own.kept_conv, channel, begin, TAPS, STEP)
 
 
 @gluon.jit

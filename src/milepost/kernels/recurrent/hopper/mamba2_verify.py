@@ -35,6 +35,7 @@ from milepost.kernels.recurrent.hopper.states import (
 from milepost.kernels.recurrent.hopper.stream import (
     TokenStream,
     bias_of,
+    keep_all,
     load_inputs,
     open_stream,
     row_of,
@@ -157,7 +158,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
         tokens = SequenceTokens(stream, read, weights, vectors, values)
         # All loads are issued before any is used.
         following = _ask_head(tokens, first_head, FORM)
-        _keep_group(tokens, first_head // SIZES.group, FORM)
+        keep_all(_keep_both, tokens, first_head // SIZES.group, FORM)
         for member in range(EACH):
             head, own = first_head + member, following
             _keep_values(tokens, head, own.x, FORM)
@@ -209,18 +210,8 @@ def _keep(channels, vectors, first, begin, num_places, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _keep_group(tokens, group, FORM: gl.constexpr):
-    """Writes all tokens' B and then C, which the heads of a group share, to shared memory."""
-    STEP: gl.constexpr = FORM.at_once
-    _keep_both(tokens, group, 0, True, FORM)
-    if FORM.places > STEP:
-        for begin in range(STEP, tokens.stream.num_places, STEP):
-            _keep_both(tokens, group, begin, False, FORM)
-
-
-@gluon.jit
 def _keep_both(tokens, group, begin, IS_FIRST: gl.constexpr, FORM: gl.constexpr):
-    """Writes B and C of some tokens to shared memory."""
+    """Writes B and then C of some tokens, which the heads of a group share, to shared memory."""
     SIZES: gl.constexpr = FORM.sizes
     num_places = tokens.stream.num_places
     o_k = gl.arange(0, SIZES.shared, layout=CHANNEL)

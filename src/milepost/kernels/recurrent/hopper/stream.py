@@ -137,6 +137,18 @@ def leave_column(stream, column, draft):
 
 
 @gluon.jit
+def keep_all(KEEP: gl.constexpr, tokens, which, FORM: gl.constexpr):
+    """Writes vectors of all tokens to shared memory, some tokens at a time: calls KEEP(tokens,
+    which, begin, IS_FIRST, FORM) for each place where some begin. `which` are channels or a
+    group."""
+    STEP: gl.constexpr = FORM.at_once
+    KEEP(tokens, which, 0, True, FORM)
+    if FORM.places > STEP:
+        for begin in range(STEP, tokens.stream.num_places, STEP):
+            KEEP(tokens, which, begin, False, FORM)
+
+
+@gluon.jit
 def bias_of(conv_bias, channel):
     """Returns the convolution's bias of some channels, or None."""
     bias = conv_bias
