@@ -52,11 +52,8 @@ class Animation:
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS) -> None:
         self._kind, self._num_bytes = format_of(data), len(data)
-        if self._kind == "WEBP":
-            refuse_size(webp_size(data), max_pixels)
-        with self._reading():
-            self._file = _OPENERS[self._kind](BytesIO(data))
-            refuse_size(self._file.size, max_pixels)
+        with _decoding(self._kind, self._num_bytes):
+            self._file = _opened(data, self._kind, max_pixels)
             self.num_frames = int(getattr(self._file, "n_frames", 1))
         self._max_pixels = max_pixels
         if self.num_frames < 2:
@@ -73,39 +70,48 @@ class Animation:
     def frames(self) -> Iterator[tuple[Image.Image, float]]:
         """Yields each picture, upright and in RGB, with the seconds that it is shown."""
         for index in range(self.num_frames):
-            with self._reading():
+            with _decoding(self._kind, self._num_bytes):
                 self._file.seek(index)
                 self._file.load()
                 refuse_size(self._file.size, self._max_pixels)
                 shown, ms = upright(self._file), self._file.info.get("duration")
             yield shown, float(ms) / 1000 if ms else _FRAME_S
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except InvalidPromptError:
-            raise
-        except Exception as error:  # noqa: BLE001 - decoders of untrusted bytes fail in any way
-            raise _unreadable(self._kind, self._num_bytes, error) from None
-
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Returns a file's picture, upright, in RGB; the first one of an animation. Raises
     InvalidPromptError for anything but a whole picture of at most `max_pixels`."""
     kind = format_of(data)
-    if kind == "WEBP":
-        refuse_size(webp_size(data), max_pixels)
-    try:
-        picture = _OPENERS[kind](BytesIO(data))
-        refuse_size(picture.size, max_pixels)
+    with _decoding(kind, len(data)):
+        picture = _opened(data, kind, max_pixels)
         picture.load()
         refuse_size(picture.size, max_pixels)  # a GIF's picture may be larger than its screen
         return upright(picture)
+
+
+def _opened(data: bytes, kind: str, max_pixels: int) -> ImageFile.ImageFile:
+    """Opens a file by the class of its format, and reads its header."""
+    if kind == "WEBP":
+        refuse_size(webp_size(data), max_pixels)
+    file = _OPENERS[kind](BytesIO(data))
+    refuse_size(file.size, max_pixels)
+    return file
+
+
+@contextmanager
+def _decoding(kind: str, num_bytes: int) -> Iterator[None]:
+    """Raises InvalidPromptError for whatever a decoder raises."""
+    try:
+        yield
     except InvalidPromptError:
         raise
     except Exception as error:  # noqa: BLE001 - decoders of untrusted bytes fail in any way
-        raise _unreadable(kind, len(data), error) from None
+        problem = "cannot be decoded: it is damaged or cut short"
+        if isinstance(error, MemoryError):
+            problem = "needs too much memory"
+        raise InvalidPromptError(
+            f"the {_shown(kind)} image of {num_bytes} bytes {problem}"
+        ) from None
 
 
 def open_picture(given: bytes | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -150,15 +156,6 @@ def refuse_size(size: tuple[int, int], max_pixels: int) -> None:
             f"the image has {width} x {height} pixels: at most {max_pixels} are decoded; make it "
             "smaller"
         )
-
-
-def _unreadable(kind: str, num_bytes: int, error: Exception) -> InvalidPromptError:
-    name = _shown(kind)
-    if isinstance(error, MemoryError):
-        return InvalidPromptError(f"the {name} image of {num_bytes} bytes needs too much memory")
-    return InvalidPromptError(
-        f"the {name} image of {num_bytes} bytes cannot be decoded: it is damaged or cut short"
-    )
 
 
 def _shown(kind: str) -> str:

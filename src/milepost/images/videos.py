@@ -3,7 +3,7 @@ prompt, after a text with its time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +57,7 @@ def prepare_video(
             f"the video has frames of {width} x {height} and of {other_width} x {other_height} "
             "pixels: use one size"
         )
-    ((width, height),) = sizes
-    size = _fit(height, width, len(frames), settings)
-    return _parts([_resized(each, size, settings) for each in upright], list(times), settings)
+    return _parts(_pixels(upright, len(frames), settings), list(times), settings)
 
 
 def prepare_animation(
@@ -77,12 +75,9 @@ def prepare_animation(
         times.append(end)
         end += shown_s
     chosen = sampling.chosen(len(times), len(times) / end)
-    pixels: list[PixelValues] = []
-    size = None
-    for index, (frame, _) in enumerate(decoding.Animation(data, max_decoded).frames()):
-        if index in chosen:
-            size = size or _fit(frame.height, frame.width, len(chosen), settings)
-            pixels.append(_resized(frame, size, settings))
+    shown = enumerate(decoding.Animation(data, max_decoded).frames())
+    frames = (frame for index, (frame, _) in shown if index in chosen)
+    pixels = _pixels(frames, len(chosen), settings)
     return _parts(pixels, [times[index] for index in chosen], settings)
 
 
@@ -101,11 +96,8 @@ def prepare_file(
     pixels: list[PixelValues] = []
     chosen: list[int] = []
     while not chosen or len(pixels) < len(chosen):  # a header may name more frames than there are
-        chosen, pixels = sampling.chosen(video.num_frames, video.rate), []
-        size = None
-        for frame in video.frames(chosen):
-            size = size or _fit(frame.height, frame.width, len(chosen), settings)
-            pixels.append(_resized(frame, size, settings))
+        chosen = sampling.chosen(video.num_frames, video.rate)
+        pixels = _pixels(video.frames(chosen), len(chosen), settings)
     frame_s = 1 / video.rate
     if settings.frame_patches is not None:
         frame_s = int(1000 * frame_s) / 1000  # as its processor counts
@@ -136,10 +128,19 @@ def _all_times(times: Sequence[float], first: int) -> str:
     return f"{start}F{' and '.join(texts)[1:]}: "
 
 
-def _resized(picture: Image.Image, size: tuple[int, int], settings: ImageSettings) -> PixelValues:
-    if settings.keeps_overshoot:
-        return normalised(resize_bicubic(np.asarray(picture), size), settings)
-    return resize(picture, size)
+def _pixels(
+    frames: Iterable[Image.Image], num_frames: int, settings: ImageSettings
+) -> list[PixelValues]:
+    """Returns the pixels of frames, resized to what suits the first of them."""
+    pixels: list[PixelValues] = []
+    size = None
+    for frame in frames:
+        size = size or _fit(frame.height, frame.width, num_frames, settings)
+        if settings.keeps_overshoot:
+            pixels.append(normalised(resize_bicubic(np.asarray(frame), size), settings))
+        else:
+            pixels.append(resize(frame, size))
+    return pixels
 
 
 def _fit(height: int, width: int, num_frames: int, settings: ImageSettings) -> tuple[int, int]:
