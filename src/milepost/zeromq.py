@@ -60,6 +60,17 @@ def connected(
     return socket, monitor
 
 
+def bell_pair(context: zmq.Context[Any]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Returns a pair of sockets for one context's thread: what is sent to the first, which never
+    waits, wakes the thread, which listens to the other."""
+    bell, ear = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket in (bell, ear):
+        socket.set_hwm(0)
+    ear.bind("inproc://bell")
+    bell.connect("inproc://bell")
+    return bell, ear
+
+
 def close(socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
     """Closes both sockets of a connection."""
     socket.disable_monitor()

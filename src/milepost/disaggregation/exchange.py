@@ -4,7 +4,6 @@ of others, on which it rests."""
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import time
 import uuid
@@ -140,10 +139,6 @@ class Bell:
         with suppress(BlockingIOError):
             while self.socket.recv(4096):
                 pass
-
-    def wait(self) -> None:
-        """Waits until the bell rings."""
-        select.select([self.socket], [], [])
 
     def close(self) -> None:
         self.socket.close()

@@ -34,6 +34,7 @@ from milepost.disaggregation.transport import TransferError, Transport, look_s
 from milepost.errors import ConfigError
 from milepost.kv_config import PeerNetworks
 from milepost.kv_transfer_params import Remote
+from milepost.zeromq import bell_pair
 
 ALIVE_S = 1.0
 """Seconds after which a caller that waits for the thread checks whether it is alive."""
@@ -78,11 +79,7 @@ class Links:
         self._peers = Peers(self._context, self.hello, transport, peers, timeout_s, clock)
         self._held_leases = HeldLeases(self._peers, lease_s, clock)
         self._pulls = Pulls(self.hello, transport, self._peers, self._held_leases, **timed)
-        self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        for socket in (self._bell, self._ear):
-            socket.set_hwm(0)  # the engine never waits for the thread
-        self._ear.bind("inproc://bell")
-        self._bell.connect("inproc://bell")
+        self._bell, self._ear = bell_pair(self._context)
         self._rung_for: float | None = None
         """The end of a lease, once the engine has been told of it."""
         self._is_read = False

@@ -25,7 +25,7 @@ from milepost.errors import ConfigError
 from milepost.kv_config import KVEventsConfig
 from milepost.kv_events.messages import MessageWriter
 from milepost.scheduler.outside import Outside
-from milepost.zeromq import bound, received
+from milepost.zeromq import bell_pair, bound, received
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class EventPublisher(OffDevice):
         except ConfigError:
             self._close()
             raise
-        self._bell, self._ear = self._pair()
+        self._bell, self._ear = bell_pair(self._context)
+        self._sockets += self._bell, self._ear
         self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
         self._thread.start()
 
@@ -111,16 +112,6 @@ class EventPublisher(OffDevice):
         except zmq.ZMQError as error:
             raise ConfigError(f"kv_events_config: cannot use {address}: {error}") from error
         return socket
-
-    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Returns a pair of sockets: one wakes the thread, which listens to the other."""
-        ear, bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        for socket in (ear, bell):
-            self._sockets.append(socket)
-            socket.set_hwm(0)
-        ear.bind("inproc://bell")
-        bell.connect("inproc://bell")
-        return bell, ear
 
     # --- in the thread ----------------------------------------------------------------------------
 
