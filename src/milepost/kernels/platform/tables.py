@@ -90,11 +90,6 @@ class RowRange:
         return f"{first}{unit}" if first == self.most else f"{first} to {self.most}{unit}"
 
 
-def refuses_nothing(problem: Problem, chip: Chip) -> str:  # noqa: ARG001
-    """Serves all problems that the row's other fields allow."""
-    return ""
-
-
 def not_cut(problem: Problem, chip: Chip) -> None:
     """Leaves the tiles to the kernel's own module."""
 
@@ -111,12 +106,12 @@ class Kernel(Generic[P]):
     forms: tuple[type[Any], ...]
     rows: RowRange = field(default_factory=RowRange)
     needs: str = ""
-    """Requirement on the chip: Hopper's own instructions, something that `refuses` asks for, or
+    """Requirement on the chip: Hopper's own instructions, something that the conditions ask for, or
     nothing."""
     epilogues: tuple[Any, ...] = ()
     takes_bias: bool = True
-    refuses: Callable[[P, Chip], str] = refuses_nothing
-    """Returns why the kernel does not serve a problem with such rows; empty if it does."""
+    conditions: tuple[Condition[P], ...] = ()
+    """Conditions of the problems with such rows that the kernel serves."""
     cut: Cut[P] = not_cut
     """Returns the tiles of a problem that the kernel serves."""
     order: str
@@ -143,7 +138,8 @@ class Kernel(Generic[P]):
             return reason
         if self.is_hopper and (reason := why_no_gluon(chip)):
             return reason
-        return self.refuses(problem, chip)
+        missing = (reason for reason, holds in self.conditions if not holds(problem, chip))
+        return next(missing, "")
 
 
 def row(
@@ -156,11 +152,7 @@ def row(
 ) -> Kernel[P]:
     """Returns a row whose kernel serves the problems that all the conditions hold for; `rest` has
     the other fields of `Kernel`."""
-
-    def refuses(problem: P, chip: Chip) -> str:
-        return next((reason for reason, holds in when if not holds(problem, chip)), "")
-
-    return Kernel(name=name, module=module, forms=forms, order=order, refuses=refuses, **rest)
+    return Kernel(name=name, module=module, forms=forms, order=order, conditions=when, **rest)
 
 
 def fused(module: str) -> Callable[[Callable[A, R]], Callable[A, R]]:

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from milepost.kernels.attention.pages import PagedKV, as_bytes
+from milepost.kernels.attention.portable.prepare import store_rounded
 from milepost.kernels.attention.reference import TurnedEntries
 from milepost.kernels.platform.device import probe
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
-from milepost.kernels.platform.numerics import encode
 from milepost.kernels.platform.tensors import cdiv, check_rows, next_power_of_2
 
 _HEADS_AT_ONCE = 8
@@ -110,17 +110,17 @@ def _store_latents_kernel(
     dtype: tl.constexpr = projected.dtype.element_ty
     b_r = tl.load(p_token + o_r, is_r, 0).to(tl.float32)
     b_r = b_r * tl.rsqrt(tl.sum(b_r * b_r) / LATENT + eps) * b_weight
-    _store(p_row + o_r, b_r.to(dtype), is_r, kv_scale, NATIVE)
+    store_rounded(p_row + o_r, b_r.to(dtype), is_r, kv_scale, NATIVE)
     if HEADS:
         o_a = tl.arange(0, BLOCK_P // 2)
         is_a, p_pair = o_a < SHARED // 2, LATENT + 2 * o_a
         b_x, b_y = _turn_pairs(turn, token, p_token + p_pair, o_a, is_a, is_a)
-        _store(p_row + p_pair, b_x.to(dtype), is_a, kv_scale, NATIVE)
-        _store(p_row + p_pair + 1, b_y.to(dtype), is_a, kv_scale, NATIVE)
+        store_rounded(p_row + p_pair, b_x.to(dtype), is_a, kv_scale, NATIVE)
+        store_rounded(p_row + p_pair + 1, b_y.to(dtype), is_a, kv_scale, NATIVE)
     else:
         o_p = LATENT + tl.arange(0, BLOCK_P)
         is_p = o_p < LATENT + SHARED
-        _store(p_row + o_p, tl.load(p_token + o_p, is_p, 0), is_p, kv_scale, NATIVE)
+        store_rounded(p_row + o_p, tl.load(p_token + o_p, is_p, 0), is_p, kv_scale, NATIVE)
 
 
 @triton.jit
@@ -152,13 +152,3 @@ def _turn_pairs(turn, token, pairs, o_a, is_a, is_pair):
     b_x = tl.load(pairs, is_pair, 0).to(tl.float32)
     b_y = tl.load(pairs + 1, is_pair, 0).to(tl.float32)
     return b_x * b_cosine - b_y * b_sine, b_y * b_cosine + b_x * b_sine
-
-
-@triton.jit
-def _store(p_row, x, mask, kv_scale, NATIVE: tl.constexpr):
-    """Stores numbers of a latent, divided by the scale and rounded to FP8 if there is one."""
-    if kv_scale is None:
-        tl.store(p_row, x, mask)
-    else:
-        scaled = tl.div_rn(x.to(tl.float32), tl.load(kv_scale))
-        tl.store(p_row, encode(scaled, NATIVE), mask)

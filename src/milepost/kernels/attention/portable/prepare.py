@@ -148,11 +148,18 @@ def _prepare_kernel(
         if head >= HEADS + KV_HEADS:
             row += PAGE_SIZE
         p_kv = pool + (row * KV_HEADS + kv_head) * HEAD_DIM + column
-        if kv_scales is None:
-            tl.store(p_kv, x, mask=kept)
-        else:
-            scaled = tl.div_rn(x.to(tl.float32), tl.load(kv_scales + head - HEADS))
-            tl.store(p_kv, encode(scaled, NATIVE), mask=kept)
+        p_scale = None if kv_scales is None else kv_scales + head - HEADS
+        store_rounded(p_kv, x, kept, p_scale, NATIVE)
+
+
+@triton.jit
+def store_rounded(target, x, mask, p_scale, NATIVE: tl.constexpr):
+    """Stores numbers, divided by a scale and rounded to FP8 if there is one."""
+    if p_scale is None:
+        tl.store(target, x, mask)
+    else:
+        scaled = tl.div_rn(x.to(tl.float32), tl.load(p_scale))
+        tl.store(target, encode(scaled, NATIVE), mask)
 
 
 def dequantise(kv: PagedKV, items: AttentionItems, dtype: torch.dtype) -> PagedKV:
