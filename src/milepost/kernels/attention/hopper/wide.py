@@ -11,8 +11,6 @@ Legend: T tokens, H query heads, G KV heads, E head_dim, P partial results.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,24 +30,13 @@ from milepost.kernels.attention.hopper.wide_parts import (
     store,
 )
 from milepost.kernels.attention.pages import as_rows
-from milepost.kernels.attention.portable.blocks import load_item
+from milepost.kernels.attention.portable.blocks import KVPointers, load_item
 from milepost.kernels.attention.table import HOPPER_BLOCK
 from milepost.kernels.platform.gluon import boxes_of, load_box, open_bars, wait_free, wait_loaded
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 
 _STAGES = 2
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
-
-
-class Range(NamedTuple):
-    """The KV of an item, for the loading warp."""
-
-    kv: Any
-    table: Any
-    begin: Any
-    end: Any
-    page_rows: Any
-    i_h: Any
 
 
 def attend(call: AttentionCall, work: Tensor, rows: int, tiles: None = None) -> None:  # noqa: ARG001
@@ -105,12 +92,12 @@ def _attend_kernel(
     keys = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, SIZES.block, SIZES.head_dim], kv.layout)
     blocks = SharedBlocks(queries, keys, values, open_bars(STAGES, 1, 2), open_bars(STAGES, 1, 2))
-    kv_range = Range(kv, table, item.begin, item.end, page_rows, i_h)
+    pages = KVPointers(kv, None, table, item.begin, item.end, page_rows, i_h)
     gl.warp_specialize(
         [
             (_consume, (call, scale, blocks, 0, SIZES)),
             (_consume, (call, scale, blocks, 1, SIZES)),
-            (_produce, (kv_range, blocks, SIZES)),
+            (_produce, (pages, blocks, SIZES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -118,23 +105,23 @@ def _attend_kernel(
 
 
 @gluon.jit
-def _produce(kv_range, blocks, SIZES: gl.constexpr):
-    """Loads every block of the range as soon as its place is free."""
+def _produce(pages, blocks, SIZES: gl.constexpr):
+    """Loads every block of an item as soon as its place is free."""
     SIZE: gl.constexpr = SIZES.block * SIZES.head_dim * 2
-    column = kv_range.i_h * SIZES.head_dim
+    column = pages.i_h * SIZES.head_dim
     i_b = 0
-    for i_kv in range(kv_range.begin, kv_range.end, SIZES.block):
-        page = gl.load(kv_range.table + i_kv // SIZES.page_size)
-        row = page * kv_range.page_rows + i_kv % SIZES.page_size
+    for i_kv in range(pages.first, pages.end, SIZES.block):
+        page = gl.load(pages.table + i_kv // SIZES.page_size)
+        row = page * pages.page_rows + i_kv % SIZES.page_size
         stage = wait_free(blocks.key_bars, i_b)
         loaded = blocks.key_bars.index(stage)
         mbarrier.expect(loaded, SIZE)
-        load_box(kv_range.kv, [row, column], loaded, blocks.key_blocks.index(stage))
+        load_box(pages.kv, [row, column], loaded, blocks.key_blocks.index(stage))
         wait_free(blocks.value_bars, i_b)
         loaded = blocks.value_bars.index(stage)
         mbarrier.expect(loaded, SIZE)
         load_box(
-            kv_range.kv, [row + SIZES.page_size, column], loaded, blocks.value_blocks.index(stage)
+            pages.kv, [row + SIZES.page_size, column], loaded, blocks.value_blocks.index(stage)
         )
         i_b += 1  # noqa: SIM113
 

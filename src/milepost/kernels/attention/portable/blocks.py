@@ -78,7 +78,7 @@ class KVPointers(NamedTuple):
     """FP8 pool as rows of words, likewise; or None."""
     table: Any
     first: Any
-    """First position in some token's window."""
+    """First position that some token attends to."""
     end: Any
     """Number of KV positions."""
     page_rows: Any
