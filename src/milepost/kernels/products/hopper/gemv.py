@@ -11,6 +11,7 @@ units of an expert, H hidden size, B blocks of a part.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +22,7 @@ from milepost.kernels.platform.numerics import activate
 from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper import gemv_parts as parts
+from milepost.kernels.products.portable.weights import WeightTensors
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _HELD, _DOWN_HELD = 4, 5
@@ -52,13 +54,17 @@ def run_experts(routed: RoutedRows) -> Tensor:
         active,
         routed.routing_weights,
         routed.experts,
-        parts.RowWeight.of(down),
+        _bytes_of(down),
         output,
         SHAPE=shape,
         num_warps=parts.PARTS,
         **OVERLAPPED,
     )
     return output
+
+
+def _bytes_of(weight: Fp8) -> WeightTensors:
+    return WeightTensors(weight.values.view(torch.uint8), weight.scales)
 
 
 def _launch(
@@ -74,7 +80,7 @@ def _launch(
     _row_kernel[(cdiv(shape.outputs, parts.TILE), num_rows)](
         rows,
         experts,
-        parts.RowWeight.of(weight),
+        _bytes_of(weight),
         bias,
         output,
         rows.stride(0),

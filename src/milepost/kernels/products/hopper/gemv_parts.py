@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -35,17 +34,6 @@ _ROW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [PARTS, 1], [1, 0]))
 _KEPT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _KEPT_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 OUTPUTS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [PARTS, 1], [1, 0]))
-
-
-class RowWeight(NamedTuple):
-    """Numbers as bytes, and scales."""
-
-    numbers: Any
-    scales: Any
-
-    @staticmethod
-    def of(weight: Fp8) -> RowWeight:
-        return RowWeight(weight.values.view(torch.uint8), weight.scales)
 
 
 class RowShape(NamedTuple):

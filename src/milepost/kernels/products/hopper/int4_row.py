@@ -17,6 +17,7 @@ from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms.quantised import Int4
 from milepost.kernels.products.hopper import int4_row_parts as parts
 from milepost.kernels.products.hopper.tiles import Int4RowTiles, cut_int4_experts
+from milepost.kernels.products.portable.weights import WeightTensors
 from milepost.kernels.products.run import Multiplication, RoutedRows
 
 _TILE = gl.constexpr(parts.TILE)
@@ -63,7 +64,7 @@ def _launch(
         rows,
         experts,
         routing_weights,
-        parts.Int4RowWeight(weight.packed, weight.scales, weight.zeros),
+        WeightTensors(weight.packed, weight.scales, weight.zeros),
         bias,
         output,
         rows.stride(0),

@@ -29,14 +29,6 @@ _R, _C = gl.constexpr(TILE), gl.constexpr(_COLUMNS)
 _BLOCK, _K = gl.constexpr(BLOCK), gl.constexpr(BLOCK // 2)
 
 
-class Int4RowWeight(NamedTuple):
-    """A weight's tensors: see `Int4`."""
-
-    numbers: Any
-    scales: Any
-    zeros: Any
-
-
 class Int4RowShape(NamedTuple):
     """A product of one row; a constant on the device. A row has `blocks`, a part `part_blocks`, and
     a thread holds `held` of them at a time; an output has `depths` scales. A program has `tiles`,
