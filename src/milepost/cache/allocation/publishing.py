@@ -10,7 +10,7 @@ from milepost.cache.allocation.states import Allocation
 from milepost.cache.allocation.windows import Windows
 from milepost.cache.eviction import Reclaimer
 from milepost.cache.placement import Kind
-from milepost.cache.tree import Checkpoint, Node
+from milepost.cache.tree import Checkpoint
 
 
 class Publisher:
@@ -35,19 +35,15 @@ class Publisher:
             known = self._tree.nodes.get(digest)
             if known is None:
                 break
-            self._join(allocation, known)
+            self._pages.pin((known.page,))
+            allocation.path_pins.append(known.page)
+            path.append(known)
+            self._stats.pages_duplicate += 1
         pages = allocation.page_table[len(path) : num_full]
         if pages:
             parent = path[-1] if path else self._tree.root(chain)
             path.extend(self._tree.insert(chain, parent, pages))
             self._pages.keep(pages)
-
-    def _join(self, allocation: Allocation, node: Node) -> None:
-        """Adds another request's node to the path. The page computed here stays private."""
-        self._pages.pin((node.page,))
-        allocation.path_pins.append(node.page)
-        self._stats.pages_duplicate += 1
-        allocation.path.append(node)
 
     def publish_state(
         self, allocation: Allocation, position: int, slot: int, kind: Kind

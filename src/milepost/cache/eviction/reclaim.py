@@ -5,8 +5,8 @@ eviction frees a page), and states (checkpoints whose slot can be freed). Change
 pools, and counts what it evicts.
 
 The orders are never stale when read: the tree records each change of children and checkpoints, and
-the pools each pin of a leaf or of a checkpoint's slot, all in one list, which is processed before
-an order is read. A change costs one entry, however long the path.
+the pools each pin of a leaf or of a checkpoint's slot, and what is recorded is processed before an
+order is read. A change costs one entry, however long the path.
 
 In a unified pool every checkpoint carries pages, since its slot can become pages. So carriers are
 the same as states, and the lowest score per byte goes first, whichever kind of memory is needed. A
@@ -22,7 +22,6 @@ from itertools import islice
 from milepost.cache.eviction.buckets import Buckets
 from milepost.cache.eviction.score import Score
 from milepost.cache.memory import Pool, Storage, UnifiedPool
-from milepost.cache.order import Order
 from milepost.cache.report import Stats
 from milepost.cache.tree import Checkpoint, Node, Reservation, Tree
 
@@ -51,12 +50,10 @@ class Reclaimer:
         """Strays, the oldest first. Like the other orders, up to date only after `settle`."""
         self.carriers = Buckets(score, self._score_per_page)
         self.states = self.carriers if storage.pages_a_slot else Buckets(score, score.of)
-        self._unranked: dict[Checkpoint, None] = {}
-        """Checkpoints whose place in the orders has changed."""
         self.version = 0
         """Version of the cache's content. A match of an earlier version is outdated."""
-        self._pages.watch(tree.leaves, tree.changed)
-        self._slots.watch(tree.at_slot, tree.changed)
+        self._pages.watch(tree.leaves, tree.changed_nodes)
+        self._slots.watch(tree.at_slot, tree.changed_checkpoints)
 
     def change(self) -> None:
         """Records that the cache is about to change, which makes earlier matches outdated."""
@@ -66,33 +63,21 @@ class Reclaimer:
     def settle(self) -> None:
         """Updates the orders with all recorded changes. Call it before reading an order; calling it
         after each change keeps the list short."""
-        if self.tree.changed:
-            self._settle_nodes()
-        if self._unranked:
-            for checkpoint in self._unranked:
-                self._rank_checkpoint(checkpoint)
-            self._unranked.clear()
+        self._settle_nodes()
+        for checkpoint in self.tree.changed_checkpoints:
+            self._rank_checkpoint(checkpoint)
+        self.tree.changed_checkpoints.clear()
 
     def _settle_nodes(self) -> None:
         """Updates the strays only. Checkpoints are ranked later, so that evicting a path ranks them
         once."""
-        changed, unranked = self.tree.changed, self._unranked
-        for thing in dict.fromkeys(changed):
-            if isinstance(thing, Checkpoint):
-                unranked[thing] = None
-            elif isinstance(thing, Node):
-                self._rank(thing)
-                # Those with a tail carry their own page, whatever happens to the node's.
-                at_end = thing.checkpoints.get(b"")
-                if at_end is not None and not self._is_carrier_known(at_end):
-                    unranked[at_end] = None
-        changed.clear()
-
-    def _is_carrier_known(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint's place among the carriers is right as far as its node
-        is concerned."""
-        carriers = self.carriers
-        return carriers is self.states or (checkpoint in carriers) == self._carries_page(checkpoint)
+        for node in self.tree.changed_nodes:
+            self._rank(node)
+            # Those with a tail carry their own page, whatever happens to the node's.
+            at_end = node.checkpoints.get(b"")
+            if at_end is not None and self.carriers is not self.states:
+                self.tree.changed_checkpoints[at_end] = None
+        self.tree.changed_nodes.clear()
 
     def allocate_pages(self, num: int) -> list[int]:
         """Returns `num` pages with one live reference each, and evicts as needed.
@@ -127,7 +112,8 @@ class Reclaimer:
     def claim(self, reservation: Reservation, checkpoint: Checkpoint | None) -> None:
         """Moves a waiting request's reservation to the checkpoint that it would resume from, or to
         none."""
-        self.tree.changed += [c for c in (reservation.checkpoint, checkpoint) if c is not None]
+        claimed = [c for c in (reservation.checkpoint, checkpoint) if c is not None]
+        self.tree.changed_checkpoints.update(dict.fromkeys(claimed))
         reservation.move(checkpoint)
 
     def _rank(self, node: Node) -> None:
@@ -160,9 +146,7 @@ class Reclaimer:
         self.score.evicted(checkpoint)
         self.stats.evicted(cause, used=checkpoint.num_uses > 0)
         checkpoint.node.evicted_tail = checkpoint.tail
-        waiting, checkpoint.reservations = checkpoint.reservations, Order()
-        for reservation in waiting:
-            reservation.checkpoint = None
+        for reservation in list(checkpoint.reservations):
             reservation.move(checkpoint.above)
         self.tree.detach(checkpoint, score)
         self._slots.drop(checkpoint.slot)

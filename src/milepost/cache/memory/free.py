@@ -62,12 +62,9 @@ class FreePages:
         return [id_ for id_ in range(unit * self._each, (unit + 1) * self._each) if id_ not in free]
 
     def take_outside(self, unit: int, num: int) -> list[int]:
-        """Takes `num` loose pages outside a unit. The caller has made sure that there
-        are enough."""
+        """Takes `num` pages outside a unit. The caller has made sure that there are enough."""
         left_there = self._loose.pop(unit, None)
-        ids: list[int] = []
-        while len(ids) < num:
-            self._take_loose(ids, num)
+        ids = self.take(num)
         if left_there is not None:
             self._loose[unit] = left_there
         return ids
@@ -78,12 +75,11 @@ class FreePages:
         while num - len(ids) >= each and len(self._units):
             (unit,) = self._units.take(1)
             ids.extend(range(unit * each, (unit + 1) * each))
-        while len(ids) < num and self._loose:
-            self._take_loose(ids, num)
-        if len(ids) < num:
-            (unit,) = self._units.take(1)
-            self._loose[unit] = list(range((unit + 1) * each - 1, unit * each - 1, -1))
-            self.num_loose += each
+        while len(ids) < num:
+            if not self._loose:
+                (unit,) = self._units.take(1)
+                self._loose[unit] = list(range((unit + 1) * each - 1, unit * each - 1, -1))
+                self.num_loose += each
             self._take_loose(ids, num)
         return ids
 

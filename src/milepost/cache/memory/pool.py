@@ -13,8 +13,11 @@ eviction. Methods take many ids at once: a request of 100,000 tokens has 1,563 p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from milepost.cache.memory.free import FreeIds
+
+T = TypeVar("T")
 
 ZERO_SLOT = 0
 """The slot that holds zeros, which a fresh request reads. It is never handed out."""
@@ -36,10 +39,10 @@ class Pool:
         self._live_refs = [0] * free.end
         self._cached_refs = [0] * free.end
         self._watched: Mapping[int, object] = {}
-        self._changed: list[object] = []
+        self._changed: dict[Any, None] = {}
 
-    def watch(self, things: Mapping[int, object], changed: list[object]) -> None:
-        """From now on, appends to `changed` what each pinned or unpinned id stands for, if `things`
+    def watch(self, things: Mapping[int, T], changed: dict[T, None]) -> None:
+        """From now on, adds to `changed` what each pinned or unpinned id stands for, if `things`
         has it."""
         self._watched, self._changed = things, changed
 
@@ -120,7 +123,8 @@ class Pool:
 
     def _note(self, ids: Iterable[int]) -> None:
         watched = self._watched
-        self._changed.extend(map(watched.__getitem__, filter(watched.__contains__, ids)))
+        things = map(watched.__getitem__, filter(watched.__contains__, ids))
+        self._changed.update(dict.fromkeys(things))
 
     def move(self, source: int, target: int) -> None:
         """Passes the references of a cached id to `target`, an id just taken from the free ones.

@@ -99,9 +99,7 @@ class Chain:
 
     def full_digests(self) -> list[bytes]:
         """Returns the digests of all full pages that may be shared."""
-        num = self.num_pages
-        known = self.digests(num)
-        return known if len(known) == num else known[:num]
+        return self.digests(self.num_pages)[: self.num_pages]
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """Returns the token ids [start, end) as packed uint32."""

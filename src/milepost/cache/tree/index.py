@@ -1,7 +1,7 @@
 """The prefix tree: nodes, found by their chained digests, and the history of evicted keys.
 
 Knows nothing of pools: callers keep the reference counts up to date. The tree itself records every
-change that affects eviction in `changed`, and the events in the outbox. Every walk is a loop, since
+change that affects eviction, and the events in the outbox. Every walk is a loop, since
 a path may be 100,000 nodes deep.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from milepost.cache.plans import PageMove
 from milepost.cache.tree.chain import Chain
 from milepost.cache.tree.links import follow, link, unlink
-from milepost.cache.tree.nodes import NO_CHECKPOINTS, NO_PAGE, Checkpoint, End, Node
+from milepost.cache.tree.nodes import NO_CHECKPOINTS, Checkpoint, End, Node
 from milepost.cache.tree.outbox import Outbox
 
 MAX_ANSWERS = 256
@@ -24,10 +24,9 @@ class Tree:
     """Nodes by digest and page, checkpoints by slot and tail page, roots by salt, and up to
     `max_history` evicted keys.
 
-    `leaves` are the nodes without children, by page. `changed` collects nodes that have won or lost
-    their only child or a checkpoint. It also collects checkpoints that were added, removed or used,
-    whose links have changed, or whose tail page has become a node's or ceased to be one. Its reader
-    empties it.
+    `leaves` are the nodes without children, by page. `changed_nodes` have won or lost their only
+    child or a checkpoint. `changed_checkpoints` were added, removed or used, or their links have
+    changed, or their tail page has become a node's or ceased to be one. Their reader empties both.
     """
 
     def __init__(self, max_history: int, outbox: Outbox) -> None:
@@ -37,7 +36,8 @@ class Tree:
         self.leaves: dict[int, Node] = {}
         self.at_slot: dict[int, Checkpoint] = {}
         self.at_tail: dict[int, list[Checkpoint]] = {}
-        self.changed: list[object] = []
+        self.changed_nodes: dict[Node, None] = {}
+        self.changed_checkpoints: dict[Checkpoint, None] = {}
         self.roots: dict[bytes, Node] = {}
         self._history: OrderedDict[bytes, None] = OrderedDict()
         self._answered: OrderedDict[bytes, None] = OrderedDict()
@@ -46,16 +46,16 @@ class Tree:
         """Finished requests, the newest last, whose answers may be computed again as prompts."""
         self._max_history = max_history
 
-    def deepest(self, chain: Chain) -> Node | None:
-        """Returns the end of the longest known prefix: a node, the root if nothing matches, or None
-        if there is no root. Costs the logarithm of the number of known digests, plus the other
-        matching pages, whose digests are copied from the tree instead of being computed."""
-        root, known, num_pages = self.roots.get(chain.root), chain.known_digests(), chain.num_pages
+    def deepest(self, chain: Chain) -> Node:
+        """Returns the end of the longest known prefix, or a root if nothing matches. Costs the
+        logarithm of the number of known digests, plus the other matching pages, whose digests are
+        copied from the tree instead of being computed."""
+        known, num_pages = chain.known_digests(), chain.num_pages
         num_known = min(len(known), num_pages)
         # Only leaves are evicted, so all pages after a missing one are missing too.
         depth = bisect_left(known, True, hi=num_known, key=lambda key: key not in self.nodes)
-        node = self.nodes[known[depth - 1]] if depth else root
-        if depth < num_known or node is None:
+        node = self.nodes[known[depth - 1]] if depth else self._known_root(chain)
+        if depth < num_known:
             return node
         run = []
         for content in chain.page_contents(depth, num_pages):
@@ -71,18 +71,18 @@ class Tree:
 
     def root(self, chain: Chain) -> Node:
         """Returns the root of a chain, which is made if there is none."""
-        root = self.roots.get(chain.root)
-        if root is None:
-            root = self.roots[chain.root] = Node(chain.root, NO_PAGE, None, b"")
-            root.is_salted = bool(chain.salt)
-        return root
+        return self.roots.setdefault(chain.root, self._known_root(chain))
+
+    def _known_root(self, chain: Chain) -> Node:
+        """Returns the root of a chain, or one that nothing hangs on if none is known."""
+        return self.roots.get(chain.root) or Node.root(chain)
 
     def insert(self, chain: Chain, parent: Node, pages: Sequence[int]) -> list[Node]:
         """Adds nodes below `parent` for the chain's next pages, whose digests are new."""
         first = parent.depth
         if self.leaves.pop(parent.page, None) is not None:
-            self.changed.append(parent)
-        self.changed.extend(self.at_tail.get(pages[0], ()))
+            self.changed_nodes[parent] = None
+        self._changed(self.at_tail.get(pages[0], ()))
         digests = chain.digests(first + len(pages))
         contents = chain.page_contents(first, first + len(pages))
         run = []
@@ -94,7 +94,7 @@ class Tree:
             run.append(node)
             parent = node
         self.leaves[parent.page] = parent
-        self.changed.append(parent)
+        self.changed_nodes[parent] = None
         if self._history or self._answered:
             for node in run:
                 self._history.pop(node.digest, None)
@@ -115,12 +115,12 @@ class Tree:
             assert parent is not None, "T4: a root is not evicted"
             del self.nodes[node.digest]
             del self.at_page[node.page]
-            self._remember(node.digest)
+            self._remember(self._history, node.digest)
             parent.remove_child(node)
-        self.changed.extend(self.at_tail.get(run[-1].page, ()))
+        self._changed(self.at_tail.get(run[-1].page, ()))
         if not above.children and not above.is_root:
             self.leaves[above.page] = above
-            self.changed.append(above)
+            self.changed_nodes[above] = None
         self._prune(above)
         self.outbox.pages_evicted(run)
 
@@ -131,11 +131,11 @@ class Tree:
             node.checkpoints = {}
         node.checkpoints[checkpoint.tail] = checkpoint
         self.at_slot[checkpoint.slot] = checkpoint
-        self.changed += (node, checkpoint)
+        self.changed_nodes[node] = None
         if checkpoint.tail_page is not None:
             self.at_tail.setdefault(checkpoint.tail_page, []).append(checkpoint)
         num_reached = _count_reaching(node, 1)
-        self.changed += link(checkpoint)
+        self._changed((checkpoint, *link(checkpoint)))
         self.outbox.state_cached(checkpoint, num_reached)
 
     def use(self, checkpoint: Checkpoint, end: End) -> None:
@@ -145,19 +145,19 @@ class Tree:
         checkpoint.used_at = end.time
         for here in follow(checkpoint):
             here.end = end
-            self.changed.append(here)
+            self.changed_checkpoints[here] = None
 
     def detach(self, checkpoint: Checkpoint, score: float) -> None:
         """Removes a checkpoint. `score` is the number of tokens that it was expected to save."""
         node = checkpoint.node
         del node.checkpoints[checkpoint.tail]
         del self.at_slot[checkpoint.slot]
-        self.changed.append(node)
+        self.changed_nodes[node] = None
         if checkpoint.tail_page is not None:
             self._let_go_of_tail(checkpoint, checkpoint.tail_page)
         num_lost = _count_reaching(node, -1)
         self._prune(node)
-        self.changed += (checkpoint, *unlink(checkpoint))
+        self._changed((checkpoint, *unlink(checkpoint)))
         self.outbox.state_evicted(checkpoint, score, num_lost)
 
     def move(self, page: int, target: int) -> None:
@@ -194,10 +194,7 @@ class Tree:
         num_full = len(chain) // chain.page_size
         for digest in chain.digests(num_full)[chain.num_pages : num_full]:
             if digest not in self.nodes:
-                self._answered[digest] = None
-                self._answered.move_to_end(digest)
-        while len(self._answered) > self._max_history:
-            self._answered.popitem(last=False)
+                self._remember(self._answered, digest)
         self.answers.append((chain, end))
 
     def num_answered(self, chain: Chain, depth: int) -> int:
@@ -214,16 +211,20 @@ class Tree:
         self._answered.clear()
         self.answers.clear()
 
+    def _changed(self, checkpoints: Iterable[Checkpoint]) -> None:
+        self.changed_checkpoints.update(dict.fromkeys(checkpoints))
+
     def _let_go_of_tail(self, checkpoint: Checkpoint, page: int) -> None:
         sharing = self.at_tail[page]
         sharing.remove(checkpoint)
         if not sharing:
             del self.at_tail[page]
 
-    def _remember(self, digest: bytes) -> None:
-        self._history[digest] = None
-        if len(self._history) > self._max_history:
-            self._history.popitem(last=False)
+    def _remember(self, history: OrderedDict[bytes, None], digest: bytes) -> None:
+        history[digest] = None
+        history.move_to_end(digest)
+        if len(history) > self._max_history:
+            history.popitem(last=False)
 
     def _prune(self, node: Node) -> None:
         if node.is_root and not node.children and not node.checkpoints:

@@ -135,11 +135,8 @@ class Finder:
     def _tokens_past_nodes(self, path: Path) -> int:
         """Returns the number of tokens after the last matching page that agree with a known page or
         tail."""
-        end = path.end
-        if end is None:
-            return 0
-        start = path.kv_length
-        rest = path.chain.content(start, start + self._config.page_size)
-        known = [checkpoint.tail for checkpoint in end.newest()]
-        known += [child.content for child in end.alike(rest)]
+        start, end = path.kv_length, path.kv_length + self._config.page_size
+        rest = path.chain.content(start, end)
+        known = [checkpoint.tail for checkpoint in path.end.newest()]
+        known += [child.content for child in path.end.alike(rest)]
         return max((common_tokens(rest, tokens) for tokens in known), default=0)

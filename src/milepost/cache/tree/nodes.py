@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from milepost.cache.order import Order
-from milepost.cache.tree.chain import checkpoint_key
+from milepost.cache.tree.chain import Chain, checkpoint_key
 
 MAX_TAILS_COMPARED = 8
 """Number of tails compared, the newest ones: thousands of short prompts may end inside the same
@@ -45,6 +45,11 @@ class Node:
     def __post_init__(self) -> None:
         if self.parent is not None:
             self.depth, self.is_salted = self.parent.depth + 1, self.parent.is_salted
+
+    @classmethod
+    def root(cls, chain: Chain) -> Node:
+        """Returns a new root for a chain."""
+        return cls(chain.root, NO_PAGE, None, b"", is_salted=bool(chain.salt))
 
     @property
     def is_root(self) -> bool:

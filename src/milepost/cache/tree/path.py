@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from milepost.cache.tree.chain import TOKEN_BYTES, Chain, num_tokens
@@ -14,14 +14,14 @@ class Path:
     does. Walks go from there upwards, so they cost what they visit; `nodes` costs the whole path.
     """
 
-    def __init__(self, chain: Chain, end: Node | None) -> None:
+    def __init__(self, chain: Chain, end: Node) -> None:
         self.chain = chain
         self.end = end
 
     @property
     def num_pages(self) -> int:
         """Number of resident full pages."""
-        return self.end.depth if self.end is not None else 0
+        return self.end.depth
 
     @property
     def kv_length(self) -> int:
@@ -31,20 +31,16 @@ class Path:
     @cached_property
     def nodes(self) -> Sequence[Node]:
         """The matching nodes without the root, the shallowest first."""
-        return [node for node in self._upwards() if node.parent is not None][::-1]
+        return [node for node in self.end.ancestors() if not node.is_root][::-1]
 
     @cached_property
     def pages(self) -> list[int]:
         """Pages of the matching nodes."""
         return [node.page for node in self.nodes]
 
-    def _upwards(self) -> Iterator[Node]:
-        """Yields the matching nodes from the deepest to the root."""
-        return iter(()) if self.end is None else self.end.ancestors()
-
     def deepest_checkpoint(self, limit: int) -> Checkpoint | None:
         """Returns the deepest checkpoint at or before `limit` whose tail matches the prompt too."""
-        for node in self._upwards():
+        for node in self.end.ancestors():
             best = self.deepest_on(node, limit) if node.checkpoints else None
             if best is not None:
                 return best
@@ -57,19 +53,15 @@ class Path:
         if not node.checkpoints or limit < start:
             return None
         rest = self.chain.content(start, min(limit, start + self.chain.page_size - 1))
-        tails = node.checkpoints
-        if len(tails) * TOKEN_BYTES <= len(rest):
-            matching = [tail for tail in tails if rest.startswith(tail)]
-            return tails[max(matching, key=len)] if matching else None
         for length in range(len(rest), -1, -TOKEN_BYTES):
-            if (checkpoint := tails.get(rest[:length])) is not None:
+            if (checkpoint := node.checkpoints.get(rest[:length])) is not None:
                 return checkpoint
         return None
 
     def evicted_position(self, above: int) -> int:
         """Returns the position of the deepest state after `above` that was evicted from this path;
         0 if none is remembered."""
-        for node in self._upwards():
+        for node in self.end.ancestors():
             start, tail = node.depth * self.chain.page_size, node.evicted_tail
             if start + self.chain.page_size <= above:
                 break

@@ -22,7 +22,7 @@ from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Mode, floor
 from milepost.cache.plans import Export, PageMove
 from milepost.cache.report import CacheReport, Stats, explain
-from milepost.cache.tree import HYBRID, Chain, Match, Path, Reservation, grid_of
+from milepost.cache.tree import HYBRID, Chain, Match, Node, Path, Reservation, grid_of
 from milepost.simulator.vllm.blocks import BlockPool, Hold, Key, Place, aligned_ends, new_allocation
 
 
@@ -66,7 +66,7 @@ class OnePool:
             num_resumed -= 1
         report = self._report(chain, ends[:num_kv], num_resumed)
         return Match(
-            path=Path(chain, None),
+            path=Path(chain, Node.root(chain)),
             checkpoint=None,
             state_length=report.state_length,
             branch_points=(num_kv * self.block_size,) if num_kv > num_resumed else (),
