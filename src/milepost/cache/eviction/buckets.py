@@ -10,8 +10,10 @@ alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from milepost.cache.eviction.score import Score
 from milepost.cache.order import Order
@@ -22,24 +24,19 @@ from milepost.cache.tree import Checkpoint
 class Bucket:
     """Checkpoints in order of last use. `least` is the oldest or the newest of them, whichever had
     the lower score when last looked at, with that score. It stays about right until the clock
-    reaches `until`, unless the bucket changes."""
+    reaches `until`, which is 0 if the bucket has changed."""
 
     checkpoints: Order[Checkpoint] = field(default_factory=Order)
-    least: tuple[Checkpoint, float] | None = None
+    least: tuple[Checkpoint, float] = field(init=False)
     until: int = 0
 
     def look(self, value: Callable[[Checkpoint], float], score: Score) -> tuple[Checkpoint, float]:
         """Scores the oldest and the newest checkpoint. Returns the one worth less, with
         its score."""
         assert self.checkpoints, "E2: an empty bucket is dropped"
-        oldest, newest = self.checkpoints.first(), self.checkpoints.last()
-        least, steady = (oldest, value(oldest)), score.steady(oldest)
-        if newest is not oldest:
-            steady = min(steady, score.steady(newest))
-            at_other_end = value(newest)
-            if at_other_end < least[1]:
-                least = newest, at_other_end
-        self.least, self.until = least, score.clock + steady
+        ends = dict.fromkeys((self.checkpoints.first(), self.checkpoints.last()))
+        least = min(((end, value(end)) for end in ends), key=itemgetter(1))
+        self.least, self.until = least, score.clock + min(map(score.steady, ends))
         return least
 
 
@@ -50,14 +47,11 @@ class Buckets:
     def __init__(self, score: Score, value: Callable[[Checkpoint], float]) -> None:
         self._score = score
         self._value = value
-        self._buckets: dict[Hashable, Bucket] = {}
+        self._buckets: defaultdict[Hashable, Bucket] = defaultdict(Bucket)
         self._bucket_of: dict[Checkpoint, Hashable] = {}
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._bucket_of)
-
-    def __contains__(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint in self._bucket_of
 
     def push(self, checkpoint: Checkpoint, name: Hashable, time: float) -> None:
         """Puts a checkpoint into the bucket `name`, in order of `time`; removes it from where it
@@ -65,11 +59,9 @@ class Buckets:
         if self._bucket_of.get(checkpoint, name) != name:
             self.discard(checkpoint)
         self._bucket_of[checkpoint] = name
-        bucket = self._buckets.get(name)
-        if bucket is None:
-            bucket = self._buckets[name] = Bucket()
+        bucket = self._buckets[name]
         bucket.checkpoints.push(checkpoint, time)
-        bucket.least = None
+        bucket.until = 0
 
     def discard(self, checkpoint: Checkpoint) -> None:
         if checkpoint not in self._bucket_of:
@@ -77,26 +69,19 @@ class Buckets:
         name = self._bucket_of.pop(checkpoint)
         bucket = self._buckets[name]
         bucket.checkpoints.discard(checkpoint)
-        bucket.least = None
+        bucket.until = 0
         if not bucket.checkpoints:
             del self._buckets[name]
 
     def victim(self) -> tuple[Checkpoint, float] | None:
         """Returns the checkpoint that is worth least, with its value; None if there is none."""
         value, score = self._value, self._score
-        clock, looked_at = score.clock, set[Bucket]()
         while self._buckets:
-            bucket, lowest = None, float("inf")
-            for other in self._buckets.values():
-                least = other.least
-                if least is None or clock >= other.until:
-                    least = other.look(value, score)
-                    looked_at.add(other)
-                if bucket is None or least[1] < lowest:
-                    bucket, lowest = other, least[1]
-            assert bucket is not None
-            found = bucket.look(value, score) if bucket not in looked_at else bucket.least
-            assert found is not None
-            if found[1] <= lowest:
+            for bucket in self._buckets.values():
+                if score.clock >= bucket.until:
+                    bucket.look(value, score)
+            lowest = min(self._buckets.values(), key=lambda bucket: bucket.least[1])
+            seen, found = lowest.least, lowest.look(value, score)
+            if found[1] <= seen[1]:
                 return found
         return None
