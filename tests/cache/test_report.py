@@ -1,6 +1,6 @@
 import pytest
 
-from milepost.cache.report import PHRASES, CacheReport, Lost
+from milepost.cache.report import CacheReport, Lost
 
 
 def report(reused, lost):
@@ -24,7 +24,7 @@ def test_summary_of_a_full_hit_has_no_reasons():
 
 def test_every_reason_has_words():
     for reason in Lost:
-        assert report(0, {reason: 3}).reasons() == [f"3 {PHRASES[reason]}"]
+        assert report(0, {reason: 3}).reasons() == [f"3 {reason.phrase}"]
 
 
 @pytest.mark.parametrize(

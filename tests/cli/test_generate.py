@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from milepost.cache.report import PHRASES, Lost
+from milepost.cache.report import Lost
 from milepost.errors import EngineDeadError, WeightsError
 
 LONG = "one two three four five six seven"
@@ -23,7 +23,7 @@ def test_repeats_show_the_hits_and_a_summary(session):
     assert session.run("generate", LONG, "--repeat", "3") == 0
     assert session.out == (LONG.upper() + "\n") * 3
     assert [f"{i} of 3" in session.err for i in (1, 2, 3)] == [True] * 3
-    report = f"4 of 7 prompt tokens from the cache; computed 3: 3 {PHRASES[Lost.GRID]}"
+    report = f"4 of 7 prompt tokens from the cache; computed 3: 3 {Lost.GRID.phrase}"
     assert report in " ".join(session.err.split())
     assert "8 of 21 prompt tokens (38%) came from the cache" in session.err
 

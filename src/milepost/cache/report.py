@@ -8,51 +8,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 
 class Lost(StrEnum):
     """Reasons why prompt tokens were computed, in the order in which they apply after the reused
     part."""
 
-    DISABLED = "disabled"
+    phrase: str
+    """Why tokens were computed, in words that follow their number."""
+
+    def __new__(cls, value: str, phrase: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.phrase = value, phrase
+        return member
+
+    DISABLED = "disabled", "with the cache off"
     """Prefix caching is off, for the engine or the request."""
-    LATE_COPY = "late_copy"
+    LATE_COPY = "late_copy", "whose copy came too late"
     """In a tier or on another engine, but the copy failed or would have come too late."""
-    NOT_WORTH_LOADING = "not_worth_loading"
+    NOT_WORTH_LOADING = "not_worth_loading", "sooner computed than loaded"
     """In a tier, but computed sooner than loaded."""
-    CHECKPOINT_EVICTED = "checkpoint_evicted"
+    CHECKPOINT_EVICTED = "checkpoint_evicted", "whose state was evicted"
     """The state after these tokens was evicted, or had to make room for the request itself."""
-    NO_CHECKPOINT = "no_checkpoint"
+    NO_CHECKPOINT = "no_checkpoint", "without a saved state"
     """Their KV is cached, but no state had been kept after them. One is kept from now on."""
-    GRID = "grid"
+    GRID = "grid", "after the last place where a state is kept"
     """Seen before, but after the last position at which a state is kept."""
-    UNDER_PAGE = "under_page"
+    UNDER_PAGE = "under_page", "too few to fill a page"
     """Seen before, but less than a page, and too few tokens to keep a state for."""
-    KV_EVICTED = "kv_evicted"
+    KV_EVICTED = "kv_evicted", "whose KV was evicted"
     """Their KV was cached but has been evicted."""
-    NOT_CANONICAL = "not_canonical"
+    NOT_CANONICAL = "not_canonical", "seen only in an answer"
     """Computed before, but only as an answer or at the end of a prompt, which leaves other bits
     than a prompt that goes on. Bitwise mode only."""
-    UNSEEN = "unseen"
+    UNSEEN = "unseen", "not seen before"
     """Not seen before under this salt."""
-    LAST_TOKEN = "last_token"
+    LAST_TOKEN = "last_token", "needed to start the answer"
     """The whole prompt was seen, but the last token is always computed, for its logits."""
 
-
-PHRASES: Mapping[Lost, str] = {
-    Lost.DISABLED: "with the cache off",
-    Lost.LATE_COPY: "whose copy came too late",
-    Lost.NOT_WORTH_LOADING: "sooner computed than loaded",
-    Lost.CHECKPOINT_EVICTED: "whose state was evicted",
-    Lost.NO_CHECKPOINT: "without a saved state",
-    Lost.GRID: "after the last place where a state is kept",
-    Lost.UNDER_PAGE: "too few to fill a page",
-    Lost.KV_EVICTED: "whose KV was evicted",
-    Lost.NOT_CANONICAL: "seen only in an answer",
-    Lost.UNSEEN: "not seen before",
-    Lost.LAST_TOKEN: "needed to start the answer",
-}
-"""Reason -> why tokens were computed, in words that follow their number."""
 
 PLACES: Mapping[str, str] = {"host": "host memory", "disk": "disk"}
 """Source of loaded tokens -> its name in words."""
@@ -149,7 +143,7 @@ class CacheReport:
     def reasons(self) -> list[str]:
         """Returns the losses in words, the largest first."""
         losses = sorted(self.lost.items(), key=lambda loss: -loss[1])
-        return [f"{count} {PHRASES[reason]}" for reason, count in losses if count]
+        return [f"{count} {Lost(reason).phrase}" for reason, count in losses if count]
 
     def __str__(self) -> str:
         """Returns one line, such as "1472 of 2200 prompt tokens from the cache;
