@@ -138,34 +138,26 @@ class Admission:
         if self._awaits(request):
             turn.num_passed_over += 1
             return False
-        if not budget.can_begin(self._waiting.num_left(request)):
-            if self._waiting.take_news(request):
-                turn.num_looks += 1
-                match = self._cache.match(request.chain)
-                if not self._waits_for_prefix(request, match):
-                    offer = self._offer(request, match)
-                    if offer is not None and self._begin_loading(request, match, turn, offer):
-                        return not request.is_loading
+        has_tokens = budget.can_begin(self._waiting.num_left(request))
+        if not has_tokens and not self._waiting.take_news(request):
             return self._pass_over(request, turn)
         if self._running and self._waiting.is_blocked(request, self.now_s):
             return self._pass_over(request, turn, has_room=request.held_until_s is not None)
+        turn.num_looks += 1
         match = self._cache.match(request.chain)
         if self._waits_for_prefix(request, match):
-            turn.num_looks += 1
             turn.num_passed_over += 1
             return False
         offer = self._offer(request, match)
         if offer is not None and offer.position > match.state_length:
             is_begun = self._begin_loading(request, match, turn, offer)
-        elif budget.can_begin(request.num_tokens - match.state_length):
+        elif has_tokens and budget.can_begin(request.num_tokens - match.state_length):
             is_begun = self._admit(request, explained(match, offer), turn)
         else:
-            turn.num_looks += 1
             self._waiting.refresh(request, match)
             return self._pass_over(request, turn)
         if is_begun:
             return not request.is_loading
-        turn.num_looks += 1
         return self._pass_over(request, turn, has_room=request.held_until_s is not None)
 
     def _offer(self, request: Request, match: Match) -> Offer | None:
@@ -179,9 +171,7 @@ class Admission:
     ) -> bool:
         """Admits a waiting request that continues from what a source has; it needs no
         tokens yet."""
-        if not self._outside.may_load or offer.position <= match.state_length:
-            return False
-        if self._running and self._waiting.is_blocked(request, self.now_s):
+        if not self._outside.may_load:
             return False
         if not self._admit(request, explained(match, offer), turn, load_to=offer.position):
             return False

@@ -32,6 +32,7 @@ class AdmissionRound:
     """Requests that found no tokens or no room, or were held back."""
     num_passed_over: int = 0
     num_looks: int = 0
+    """Number of prompts that were looked up and not admitted."""
     num_changes: int = 0
     """Number of requests begun and of states evicted for them."""
     last_priority: int | None = None
@@ -53,6 +54,7 @@ class AdmissionRound:
     def admitted(self, request: Request, num_evicted: int) -> None:
         """Records that a request begins, and how many states were evicted for it."""
         self.num_seats -= 1
+        self.num_looks -= 1
         self.num_changes += 1 + num_evicted
         if self.last_priority is not None:
             self.last_priority = max(self.last_priority, request.priority)

@@ -69,11 +69,6 @@ class Planner:
         """Plans a step for running requests that have room for their tokens, and for waiting ones,
         which are admitted while fewer than `max_num_seqs` run. The plan is empty if there is
         nothing to do."""
-        return self._build_plan(self._share_out(continuing, max_num_seqs))
-
-    def _share_out(self, continuing: Sequence[Request], max_num_seqs: int) -> Budget:
-        """Shares the tokens of a step among decodes, running prefills, and waiting requests, which
-        are admitted while fewer than `max_num_seqs` run."""
         budget = Budget(self._max_num_batched_tokens, self._cache.grid, self.encoders)
         decodes: list[Request] = []
         prefills: list[Request] = []
@@ -94,7 +89,7 @@ class Planner:
             if (request.drafts or request.most_replayed) and request in budget.given:
                 self._give_drafts(request, budget)
         budget.note_idle(continuing)
-        return budget
+        return self._build_plan(budget)
 
     def _give_prefills(
         self,
