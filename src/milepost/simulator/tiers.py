@@ -84,7 +84,7 @@ class Copies:
         """Time at which the next copy is over; infinity if none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
-    def begin(self, plan: StepPlan, now_s: float) -> None:
+    def launch(self, plan: StepPlan, now_s: float) -> None:
         """Begins the copies that a plan names."""
         for store in plan.stores:
             end_s = self._cross("down", now_s, self._bytes(store.what))

@@ -81,7 +81,7 @@ class Transfers:
         self._fetching.discard(number)
         self._give_back(number)
 
-    def fetch(self, plan: StepPlan, now_s: float) -> None:
+    def launch(self, plan: StepPlan, now_s: float) -> None:
         """Begins the transfers that a plan names."""
         for load in plan.loads:
             if load.source != self.name:
@@ -158,14 +158,14 @@ class FleetEngine:
         self.cache = cache
         self.scheduler = limits.scheduler(cache, cost.tower)
         self.transfers: Transfers | None = None
-        self._copies: Copies | None = None
+        self._outside: list[Transfers | Copies] = []
         if bytes_per_s is not None:
             assert isinstance(cache, Cache), "other memories lend nothing"
             self.transfers = Transfers(self.scheduler, cache, cost, bytes_per_s)
+            self._outside.append(self.transfers)
         if tiers is not None:
             assert isinstance(cache, Cache), "other memories have no tiers"
-            self._copies = Copies(self.scheduler, cache, tiers, cost)
-        self._outside = [each for each in (self.transfers, self._copies) if each is not None]
+            self._outside.append(Copies(self.scheduler, cache, tiers, cost))
         self._cost = cost
         self._step: tuple[StepPlan, float] | None = None
         self._end_s = 0.0
@@ -211,10 +211,8 @@ class FleetEngine:
 
     def _begin(self, now_s: float) -> None:
         plan = self.scheduler.schedule()
-        if self._copies is not None:
-            self._copies.begin(plan, now_s)
-        if self.transfers is not None:
-            self.transfers.fetch(plan, now_s)
+        for part in self._outside:
+            part.launch(plan, now_s)
         if plan.sequences:
             seconds = self._cost.step_time_s(plan)
             self._step = plan, seconds

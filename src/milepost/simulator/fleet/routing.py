@@ -126,26 +126,6 @@ class BySession:
         return known
 
 
-class ByEvents:
-    """Chooses like vllm-router's `kv_aware` policy: the fewest tokens that an engine lacks or has
-    under way, times its requests including this one. Among equals, the engine that was sent least.
-    """
-
-    def __init__(self, traffic: Traffic, pages: Pages) -> None:
-        self._traffic, self._pages = traffic, pages
-
-    def choose(self, asked: TraceRequest, keys: Sequence[bytes], page_size: int) -> int:
-        traffic, depths = self._traffic, self._pages.depths(keys)
-        length = asked.input_length
-
-        def cost(at: int) -> tuple[int, int]:
-            hit = min(depths.get(at, 0) * page_size, length - 1)
-            tokens = length - hit + traffic.num_prefilling[at]
-            return tokens * (traffic.num_requests[at] + 1), traffic.num_sent[at]
-
-        return min(range(len(traffic.num_sent)), key=cost)
-
-
 class ByPrefix:
     """Chooses like `milepost.ray`: the engine where a request costs least. Among equals, the least
     busy engine, then the one that was sent least."""
@@ -157,12 +137,24 @@ class ByPrefix:
         traffic, depths = self._traffic, self._pages.depths(keys)
         length = asked.input_length
 
-        def rank(at: int) -> tuple[int, int, int]:
+        def rank(at: int) -> tuple[int, ...]:
             lacking = length - min(depths.get(at, 0) * page_size, length - 1)
-            cost = routing.cost(lacking, traffic.num_prefilling[at])
-            return cost, traffic.num_requests[at], traffic.num_sent[at]
+            num_requests = traffic.num_requests[at]
+            cost = self._cost(lacking, traffic.num_prefilling[at], num_requests)
+            return cost, num_requests, traffic.num_sent[at]
 
         return min(range(len(traffic.num_sent)), key=rank)
+
+    def _cost(self, num_lacking: int, num_waiting: int, num_requests: int) -> int:  # noqa: ARG002
+        return routing.cost(num_lacking, num_waiting)
+
+
+class ByEvents(ByPrefix):
+    """Chooses like vllm-router's `kv_aware` policy: the fewest tokens that an engine lacks or has
+    under way, times its requests including this one."""
+
+    def _cost(self, num_lacking: int, num_waiting: int, num_requests: int) -> int:
+        return (num_lacking + num_waiting) * (num_requests + 1)
 
 
 ROUTINGS: dict[str, Callable[[Traffic, Pages], Routing]] = {
