@@ -29,7 +29,7 @@ from collections.abc import Hashable, Sequence
 from math import log, log2
 
 from milepost.cache.eviction.return_rates import MAX_RETURNS, Cuts, ReturnRates
-from milepost.cache.placement import SPARSE, Kind, floor
+from milepost.cache.placement import SPARSE, floor
 from milepost.cache.tree import Chain, Checkpoint, End, Node, num_tokens
 
 EVEN_ODDS = log(4 / 3)
@@ -164,9 +164,7 @@ class Score:
         on the path change, or reservations on it come or go."""
         fork, replay = self._fork_at(checkpoint), _half_magnitude(checkpoint.replay_tokens)
         if checkpoint.reservations:
-            is_sure = checkpoint.kind == Kind.PREEMPTED
-            due = checkpoint.reservations.first().due
-            return ("awaited", is_sure, fork is not None, replay), -due
+            return ("awaited", fork is not None, replay), -checkpoint.reservations.first().due
         checkpoint.saved = self._saved(checkpoint)
         returns = min(checkpoint.end.num_returns, MAX_RETURNS)
         name: tuple[int, ...] = (returns, _half_magnitude(checkpoint.saved))
@@ -178,8 +176,6 @@ class Score:
         """Returns the number of tokens that a checkpoint is expected to save."""
         if not checkpoint.reservations:
             return self._of_unawaited(checkpoint)
-        if checkpoint.kind == Kind.PREEMPTED:
-            return checkpoint.position
         due = checkpoint.reservations.first().due
         sure = checkpoint.replay_tokens / max(due - self.clock, 1)
         return max(sure, self._of_unawaited(checkpoint))
