@@ -166,42 +166,23 @@ def _without_first(lost: Mapping[Lost, int], num_tokens: int) -> dict[Lost, int]
 
 
 def explain(
-    prompt_tokens: int,
-    *,
-    reused: int,
-    kv_length: int,
-    checkpoint_evicted: int,
-    last_place: int,
-    resident: int,
-    evicted: int,
-    page_size: int,
-    answered: int = 0,
+    prompt_tokens: int, *, reused: int, kv_length: int, page_size: int, ends: Mapping[Lost, int]
 ) -> CacheReport:
-    """Splits the tokens that were not reused by reason. The first reason that applies to a token
-    counts.
-
-    All arguments except `page_size` are ends of prefixes, in tokens. The KV that is cached reaches
-    to `kv_length` in full pages, and to `resident` with tokens inside a page. `last_place` is the
-    last position up to there at which a state is kept. `checkpoint_evicted` is the end of the
-    deepest evicted state, `evicted` that of the pages that were cached, and `answered` that of the
-    pages computed for answers.
+    """Splits the tokens that were not reused by reason. The KV that is cached reaches to
+    `kv_length` in full pages. `ends` are the positions up to which reasons apply, in this order;
+    the first one that applies to a token counts. For a prompt under a page that found nothing,
+    `GRID` stands for `UNDER_PAGE`.
     """
-    is_under_page = reused == 0 and resident < page_size
-    ends = (
-        (Lost.CHECKPOINT_EVICTED, checkpoint_evicted),
-        (Lost.NO_CHECKPOINT, last_place),
-        (Lost.UNDER_PAGE if is_under_page else Lost.GRID, resident),
-        (Lost.KV_EVICTED, evicted),
-        (Lost.NOT_CANONICAL, answered),
-    )
+    is_under_page = reused == 0 and ends[Lost.GRID] < page_size
     lost: dict[Lost, int] = {}
     done = reused
-    last = prompt_tokens - 1
-    for reason, end in ends:
-        if min(end, last) > done:
-            lost[reason] = min(end, last) - done
-            done = min(end, last)
-    whole_prompt_seen = max(end for _, end in ends) >= prompt_tokens
+    for reason, position in ends.items():
+        end = min(position, prompt_tokens - 1)
+        if end > done:
+            name = Lost.UNDER_PAGE if reason is Lost.GRID and is_under_page else reason
+            lost[name] = end - done
+            done = end
+    whole_prompt_seen = max(ends.values()) >= prompt_tokens
     lost[Lost.LAST_TOKEN if whole_prompt_seen else Lost.UNSEEN] = prompt_tokens - done
     return CacheReport(
         prompt_tokens=prompt_tokens,

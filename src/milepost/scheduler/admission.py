@@ -26,7 +26,7 @@ from milepost.cache.tree import Match
 from milepost.scheduler.admission_round import MAX_PASSED_OVER, AdmissionRound
 from milepost.scheduler.budget import Budget
 from milepost.scheduler.memory import PrefixMemory
-from milepost.scheduler.outside import Offer, Outside, explained
+from milepost.scheduler.outside import Outside, explained
 from milepost.scheduler.queue import STEP_TOKENS, Queue
 from milepost.scheduler.request import Request
 from milepost.scheduler.sharing import PendingPrefixes
@@ -133,13 +133,13 @@ class Admission:
             self.token_s += (latest - self.token_s) / NEWS if self.token_s else latest
 
     def consider(self, request: Request, budget: Budget, turn: AdmissionRound) -> bool:
-        """Admits a waiting request if it can begin in this step. Returns whether it was
-        admitted."""
+        """Admits a waiting request if it can begin in this step. One that continues from what a
+        source has needs no tokens of the step yet. Returns whether it was admitted and is ready."""
         if self._awaits(request):
             turn.num_passed_over += 1
             return False
-        has_tokens = budget.can_begin(self._waiting.num_left(request))
-        if not has_tokens and not self._waiting.take_news(request):
+        may_begin = budget.can_begin(self._waiting.num_left(request))
+        if not may_begin and not self._waiting.take_news(request):
             return self._pass_over(request, turn)
         if self._running and self._waiting.is_blocked(request, self.now_s):
             return self._pass_over(request, turn, has_room=request.held_until_s is not None)
@@ -148,10 +148,15 @@ class Admission:
         if self._waits_for_prefix(request, match):
             turn.num_passed_over += 1
             return False
-        offer = self._offer(request, match)
+        offer = self._outside.find(request, match)
+        request.offered = offer.position if offer is not None else 0
         if offer is not None and offer.position > match.state_length:
-            is_begun = self._begin_loading(request, match, turn, offer)
-        elif has_tokens and budget.can_begin(request.num_tokens - match.state_length):
+            is_begun = self._outside.may_load and self._admit(
+                request, explained(match, offer), turn, load_to=offer.position
+            )
+            if is_begun and request.is_loading:
+                self._outside.begin(request, offer)
+        elif budget.can_begin(request.num_tokens - match.state_length):
             is_begun = self._admit(request, explained(match, offer), turn)
         else:
             self._waiting.refresh(request, match)
@@ -159,25 +164,6 @@ class Admission:
         if is_begun:
             return not request.is_loading
         return self._pass_over(request, turn, has_room=request.held_until_s is not None)
-
-    def _offer(self, request: Request, match: Match) -> Offer | None:
-        """Returns the best offer of a source, if there is any."""
-        offer = self._outside.find(request, match)
-        request.offered = offer.position if offer is not None else 0
-        return offer
-
-    def _begin_loading(
-        self, request: Request, match: Match, turn: AdmissionRound, offer: Offer
-    ) -> bool:
-        """Admits a waiting request that continues from what a source has; it needs no
-        tokens yet."""
-        if not self._outside.may_load:
-            return False
-        if not self._admit(request, explained(match, offer), turn, load_to=offer.position):
-            return False
-        if request.is_loading:
-            self._outside.begin(request, offer)
-        return True
 
     def close(self, budget: Budget, turn: AdmissionRound) -> None:
         """Counts the requests that went before others. If the step computes no prefill, the first

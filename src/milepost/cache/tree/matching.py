@@ -60,16 +60,37 @@ class Finder:
         limit = last if limit is None else min(limit, last)
         path = Path(chain, self._tree.deepest(chain))
         position, checkpoint = self._resume(path, limit)
+        # With a lower limit, a deeper state must make room for the request itself.
+        deepest = position if limit == last else self._resume(path, last)[0]
         resident = path.kv_length + self._tokens_past_nodes(path)
         num_seen = self._tree.num_seen(chain, path.num_pages) if self._config.enabled else 0
         branch_points = self._branch_points(min(resident, last), position)
+        size = self._config.page_size
+        report = explain(
+            len(chain),
+            reused=position,
+            kv_length=path.kv_length,
+            page_size=size,
+            ends={
+                Lost.CHECKPOINT_EVICTED: max(path.evicted_position(position), deepest),
+                Lost.NO_CHECKPOINT: self._last_place(resident, position, branch_points),
+                Lost.GRID: max(resident, position),
+                Lost.KV_EVICTED: num_seen * size,
+                Lost.NOT_CANONICAL: self._tree.num_answered(chain, num_seen) * size,
+            },
+        )
+        if chain.pictures:
+            spans = tuple((each.offset, each.end) for each in chain.pictures)
+            report = replace(report, images=spans)
+        if not self._config.enabled:
+            report = report.with_lost(Lost.DISABLED, len(chain))
         return Match(
             path=path,
             checkpoint=checkpoint,
             state_length=position,
             branch_points=branch_points,
             num_seen=num_seen,
-            report=self._report(path, position, resident, num_seen, limit, branch_points),
+            report=report,
             version=version,
         )
 
@@ -102,35 +123,6 @@ class Finder:
             return reused
         kept = branch_points if self._config.mode == "auto" else ()
         return max(floor(resident, self._config.grid), *kept, 0)
-
-    def _report(
-        self,
-        path: Path,
-        reused: int,
-        resident: int,
-        num_seen: int,
-        limit: int,
-        branch_points: tuple[int, ...],
-    ) -> CacheReport:
-        num_tokens, last = len(path.chain), path.chain.last_resume
-        num_given_up = path.evicted_position(reused)
-        if limit < last:  # a deeper state must make room for the request itself
-            num_given_up = max(num_given_up, self._resume(path, last)[0])
-        report = explain(
-            num_tokens,
-            reused=reused,
-            kv_length=path.kv_length,
-            checkpoint_evicted=num_given_up,
-            last_place=self._last_place(resident, reused, branch_points),
-            resident=max(resident, reused),
-            evicted=num_seen * self._config.page_size,
-            page_size=self._config.page_size,
-            answered=self._tree.num_answered(path.chain, num_seen) * self._config.page_size,
-        )
-        if path.chain.pictures:
-            spans = tuple((each.offset, each.end) for each in path.chain.pictures)
-            report = replace(report, images=spans)
-        return report if self._config.enabled else report.with_lost(Lost.DISABLED, num_tokens)
 
     def _tokens_past_nodes(self, path: Path) -> int:
         """Returns the number of tokens after the last matching page that agree with a known page or

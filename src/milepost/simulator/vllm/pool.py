@@ -21,7 +21,7 @@ from milepost.cache.allocation import Allocation
 from milepost.cache.memory import ZERO_SLOT
 from milepost.cache.placement import Kind, Mode, floor
 from milepost.cache.plans import Export, PageMove
-from milepost.cache.report import CacheReport, Stats, explain
+from milepost.cache.report import CacheReport, Lost, Stats, explain
 from milepost.cache.tree import HYBRID, Chain, Match, Node, Path, Reservation, grid_of
 from milepost.simulator.vllm.blocks import BlockPool, Hold, Key, Place, aligned_ends, new_allocation
 
@@ -103,11 +103,13 @@ class OnePool:
             len(chain),
             reused=found * size,
             kv_length=kv_length,
-            checkpoint_evicted=evicted * size,
-            last_place=kv_length,
-            resident=max(kv_length, seen_tokens) if is_partial else kv_length,
-            evicted=seen_tokens,
             page_size=size,
+            ends={
+                Lost.CHECKPOINT_EVICTED: evicted * size,
+                Lost.NO_CHECKPOINT: kv_length,
+                Lost.GRID: max(kv_length, seen_tokens) if is_partial else kv_length,
+                Lost.KV_EVICTED: seen_tokens,
+            },
         )
 
     def _num_seen(self, chain: Chain) -> int:
