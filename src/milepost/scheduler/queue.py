@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from operator import attrgetter
 
 from milepost.cache.tree import Match
 from milepost.scheduler.memory import PrefixMemory
@@ -98,12 +99,8 @@ class Queue:
         return now_admitted == num_admitted and now_pages <= num_pages and now_slots <= num_slots
 
     def _index(self, request: Request) -> int:
-        return bisect_left(self._requests, request.rank, key=_rank)
+        return bisect_left(self._requests, request.rank, key=attrgetter("rank"))
 
     @property
     def _room(self) -> tuple[int, int, int]:
         return self._num_admitted, *self._memory.room
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank

@@ -56,18 +56,15 @@ class FreePages:
         """Yields the units with both free pages and others, with their numbers of free pages."""
         return ((unit, len(found)) for unit, found in self._loose.items())
 
-    def held_in(self, unit: int) -> list[int]:
-        """Returns the pages of a unit that are not free."""
-        free = set(self._loose.get(unit, ()))
-        return [id_ for id_ in range(unit * self._each, (unit + 1) * self._each) if id_ not in free]
-
-    def take_outside(self, unit: int, num: int) -> list[int]:
-        """Takes `num` pages outside a unit. The caller has made sure that there are enough."""
-        left_there = self._loose.pop(unit, None)
-        ids = self.take(num)
-        if left_there is not None:
-            self._loose[unit] = left_there
-        return ids
+    def take_for(self, unit: int) -> list[tuple[int, int]]:
+        """Takes a page outside a unit for each page there that is not free, and returns both. The
+        caller has made sure that there are enough."""
+        free = self._loose.pop(unit, [])
+        held = sorted(set(range(unit * self._each, (unit + 1) * self._each)) - set(free))
+        taken = self.take(len(held))
+        if free:
+            self._loose[unit] = free
+        return list(zip(held, taken, strict=True))
 
     def take(self, num: int) -> list[int]:
         ids: list[int] = []
@@ -80,26 +77,20 @@ class FreePages:
                 (unit,) = self._units.take(1)
                 self._loose[unit] = list(range((unit + 1) * each - 1, unit * each - 1, -1))
                 self.num_loose += each
-            self._take_loose(ids, num)
+            unit, found = next(reversed(self._loose.items()))
+            some = found[: len(ids) - num - 1 : -1]
+            del found[-len(some) :]
+            if not found:
+                del self._loose[unit]
+            self.num_loose -= len(some)
+            ids.extend(some)
         return ids
-
-    def _take_loose(self, ids: list[int], num: int) -> None:
-        """Adds free pages of one unit to `ids`, until there are `num` or the unit has no more."""
-        unit, found = next(reversed(self._loose.items()))
-        some = found[: len(ids) - num - 1 : -1]
-        del found[-len(some) :]
-        if not found:
-            del self._loose[unit]
-        self.num_loose -= len(some)
-        ids.extend(some)
 
     def give(self, ids: Sequence[int]) -> None:
         each, loose = self._each, self._loose
         for id_ in ids:
             unit = id_ // each
-            found = loose.get(unit)
-            if found is None:
-                found = loose[unit] = []
+            found = loose.setdefault(unit, [])
             found.append(id_)
             if len(found) == each:
                 del loose[unit]

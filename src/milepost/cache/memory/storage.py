@@ -93,9 +93,7 @@ class UnifiedPool:
     def make_way(self, unit: int) -> list[tuple[int, int]]:
         """Frees such a unit. Returns each of its pages with the page that replaces it, to which the
         contents must be copied. Other units that hold pages must have enough free ones."""
-        sources = self._free_pages.held_in(unit)
-        targets = self._free_pages.take_outside(unit, len(sources))
-        moves = list(zip(sources, targets, strict=True))
+        moves = self._free_pages.take_for(unit)
         for source, target in moves:
             self.pages.move(source, target)
         return moves
