@@ -31,7 +31,7 @@ from milepost.simulator.cost import CostModel, read_cost
 from milepost.simulator.fleet import Fleet, Shape
 from milepost.simulator.made import MADE, make_trace
 from milepost.simulator.policies import CachePolicy, Pooled
-from milepost.simulator.results import FleetRow, MemoryGib, fleet_row, means, run_row
+from milepost.simulator.results import FleetRow, MemoryGib, common_fields, means, run_row
 from milepost.simulator.search import smallest
 from milepost.simulator.seeds import faster, reseeded
 from milepost.simulator.trace import Trace, read_trace
@@ -174,11 +174,16 @@ def _row(
         patience=settings.patience,
     ).run(advance)
     gib = MemoryGib(device=cell.gib, host=settings.host_gib, disk=settings.disk_gib)
-    common: dict[str, Any] = {"memory": gib, "seed": cell.seed}
+    name = cell.policy.name
     if cell.num_engines is None:
-        return run_row(trace, cell.policy.name, run, bound, **common, **pools)
-    return fleet_row(
-        trace, cell.policy.name, run, bound, shape=shape, routing=cell.routing, **common
+        return run_row(trace, name, run, bound, memory=gib, seed=cell.seed, **pools)
+    return FleetRow(
+        **common_fields(trace, name, run, bound, gib, cell.seed),
+        routing=cell.routing,
+        engines=shape.num_engines,
+        prefill_engines=shape.num_prefill,
+        moved_bytes=run.moved_bytes,
+        busiest=run.busiest,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
-from milepost.simulator.fleet import FleetRun, Shape
+from milepost.simulator.fleet import FleetRun
 from milepost.simulator.trace import Trace
 
 AnyRow = TypeVar("AnyRow", bound="Row")
@@ -117,7 +117,7 @@ def run_row(
     stats, cached = run.only.scheduler.stats, run.only.cache.stats
     lost = {reason.value: count for reason, count in cached.lost.items() if count}
     return ResultRow(
-        **_common(trace, policy, run, bound, memory, seed),
+        **common_fields(trace, policy, run, bound, memory, seed),
         num_slots=num_slots,
         num_pages=num_pages,
         loaded=dict(cached.loaded),
@@ -130,32 +130,10 @@ def run_row(
     )
 
 
-def fleet_row(
-    trace: Trace,
-    policy: str,
-    run: FleetRun,
-    bound: float,
-    *,
-    shape: Shape,
-    routing: str,
-    memory: MemoryGib,
-    seed: int = 0,
-) -> FleetRow:
-    """Makes the row of a fleet's run; `memory` is that of each engine, `bound` as for `run_row`."""
-    return FleetRow(
-        **_common(trace, policy, run, bound, memory, seed),
-        routing=routing,
-        engines=shape.num_engines,
-        prefill_engines=shape.num_prefill,
-        moved_bytes=run.moved_bytes,
-        busiest=run.busiest,
-    )
-
-
-def _common(
+def common_fields(
     trace: Trace, policy: str, run: FleetRun, bound: float, memory: MemoryGib, seed: int
 ) -> dict[str, Any]:
-    """Returns the fields of all rows."""
+    """Returns the fields of all rows; `memory` is that of each engine, `bound` as for `run_row`."""
     p50, p90, p99 = (percentile(run.ttft_s, share) for share in (0.5, 0.9, 0.99))
     rate = run.hits / run.queries if run.queries else 0.0
     return {
