@@ -35,6 +35,7 @@ from milepost.kernels.products.hopper.experts_loading import (
     produce,
 )
 from milepost.kernels.products.portable.gathering import Gathered, GatheredLists
+from milepost.kernels.products.portable.grouped import ExpertRows
 from milepost.kernels.products.run import RoutedRows
 
 _M, _BLOCK = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK)
@@ -50,15 +51,6 @@ class ExpertScales(NamedTuple):
     @staticmethod
     def of(weight: Any, rows: Tensor | None = None) -> ExpertScales:
         return ExpertScales(weight.scales, getattr(weight, "zeros", None), rows)
-
-
-class ExpertOutput(NamedTuple):
-    """Destination of a product, with its scales if it is rounded, and the routing weights [P] in
-    the down projection."""
-
-    base: Any
-    scales: Any = None
-    routing_weights: Any = None
 
 
 class MixtureShape(NamedTuple):
@@ -113,7 +105,7 @@ class MixtureForm(NamedTuple):
 def launch(
     routed: RoutedRows,
     given: Gathered,
-    active: ExpertOutput,
+    active: ExpertRows,
     boxes: tuple[MixtureBoxes, MixtureBoxes],
     shape: MixtureShape,
     form: MixtureForm,
@@ -126,7 +118,7 @@ def launch(
         ExpertScales.of(routed.up),
         ExpertScales.of(routed.down),
         active,
-        ExpertOutput(output, routing_weights=routed.routing_weights),
+        ExpertRows(output, routing_weights=routed.routing_weights),
         GatheredLists(given.routed, given.experts, given.counters, given.count),
         len(given.rows),
         SHAPE=shape,

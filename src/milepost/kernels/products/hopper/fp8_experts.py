@@ -29,6 +29,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.hopper import experts
 from milepost.kernels.products.hopper import experts_loading as loading
 from milepost.kernels.products.portable.gathering import gather
+from milepost.kernels.products.portable.grouped import ExpertRows
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_lines
 from milepost.kernels.products.run import RoutedRows
@@ -43,7 +44,7 @@ def run(routed: RoutedRows) -> Tensor:
     up, down = routed.weights(Fp8)
     rows, row_scales = round_lines(routed.rows, up, routed.chip)
     given = gather(rows, row_scales, routed.experts, routed.num_experts, loading.BLOCK_M)
-    active = experts.ExpertOutput(*new_rounded(routed, len(given.rows)))
+    active = ExpertRows(*new_rounded(routed, len(given.rows)))
     boxes = _boxes(given.rows, given.scales, up), _boxes(active.base, active.scales, down)
     blocks = 2 if routed.size % (2 * BLOCK) == 0 else 1
     shape = experts.MixtureShape.of(routed, BLOCK, 2 * BLOCK, _STAGES, blocks=blocks)

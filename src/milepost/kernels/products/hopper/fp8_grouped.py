@@ -37,7 +37,7 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp8
 from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper.grouped import GroupedForm, find_block
-from milepost.kernels.products.portable.grouped import RowBase
+from milepost.kernels.products.portable.grouped import ExpertRows
 from milepost.kernels.products.portable.grouped_large import new_rounded
 from milepost.kernels.products.portable.rounding import round_rows
 from milepost.kernels.products.run import RoutedRows
@@ -62,8 +62,8 @@ def run(routed: RoutedRows) -> Tensor:
     """Returns partials [T, N, H]."""
     up, down = routed.weights(Fp8)
     groups = group_many(routed.experts, routed.num_experts, 2 * _ROWS)
-    active = RowBase(*new_rounded(routed, groups.blocks.shape[1] * 2 * _ROWS))
-    rows = RowBase(*round_rows(routed.rows, up, routed.chip, are_few=False))
+    active = ExpertRows(*new_rounded(routed, groups.blocks.shape[1] * 2 * _ROWS))
+    rows = ExpertRows(*round_rows(routed.rows, up, routed.chip, are_few=False))
     parts = 1 + routed.is_gated, 2 if down.num_outputs % (2 * BLOCK) == 0 else 1
     weights = boxes_of(up.values, BLOCK, BLOCK), boxes_of(down.values, BLOCK, BLOCK)
     how = {"block_m": 2 * _ROWS, "stages": _STAGES}

@@ -24,8 +24,8 @@ from milepost.kernels.platform.gluon import boxes_of, load_box, thread_barrier, 
 from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, quick, wait_for_inputs
 from milepost.kernels.products.forms.quantised import BLOCK
 from milepost.kernels.products.grouping import Groups
-from milepost.kernels.products.hopper.experts import ExpertOutput, ExpertScales
-from milepost.kernels.products.portable.grouped import RowBase, RowGroups
+from milepost.kernels.products.hopper.experts import ExpertScales
+from milepost.kernels.products.portable.grouped import ExpertRows, RowGroups
 from milepost.kernels.products.run import RoutedRows
 
 _REGISTERS = 168
@@ -116,8 +116,8 @@ class ProjectionShape(NamedTuple):
 def run(
     routed: RoutedRows,
     groups: Groups,
-    rows: RowBase,
-    active: RowBase,
+    rows: ExpertRows,
+    active: ExpertRows,
     weights: tuple[TensorDescriptor, TensorDescriptor],
     parts: tuple[int, int],
     form: GroupedForm,
@@ -132,10 +132,10 @@ def run(
     top_k, size, num_outputs = routed.experts.shape[1], routed.size, output.shape[-1]
     up = ProjectionShape.of(routed.up, size, parts[0], top_k=top_k, is_up=True, **how)
     down = ProjectionShape.of(routed.down, num_outputs, parts[1], top_k=1, is_up=False, **how)
-    made = ExpertOutput(output, routing_weights=routed.routing_weights)
+    made = ExpertRows(output, routing_weights=routed.routing_weights)
     # Rows are gathered in the up projection, and read in boxes, block by block, in the other.
     boxes = boxes_of(active.base, _BOX_ROWS, _LINE_BYTES // active.base.itemsize)
-    first = rows.base, routed.up, rows, ExpertOutput(*active), up
+    first = rows.base, routed.up, rows, active, up
     second = boxes, routed.down, active, made, down
     for box, (base, weight, given, taken, shape) in zip(weights, (first, second), strict=True):
         _project_kernel[(routed.chip.num_sms,)](

@@ -23,6 +23,7 @@ from milepost.kernels.products.hopper import experts
 from milepost.kernels.products.hopper import experts_loading as loading
 from milepost.kernels.products.hopper import int4_fragments as fragments
 from milepost.kernels.products.portable.gathering import gather
+from milepost.kernels.products.portable.grouped import ExpertRows
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = 3
@@ -39,7 +40,7 @@ def run(routed: RoutedRows) -> Tensor:
     wide = fragments.HALF if routed.is_gated else BLOCK
     how = {"depth": 2 * BLOCK, "up_group": up.group, "down_group": down.group}
     shape = experts.MixtureShape.of(routed, wide, BLOCK, _STAGES, **how)
-    return experts.launch(routed, given, experts.ExpertOutput(active), boxes, shape, FORM)
+    return experts.launch(routed, given, ExpertRows(active), boxes, shape, FORM)
 
 
 def _boxes(rows: Tensor, weight: Int4) -> loading.MixtureBoxes:

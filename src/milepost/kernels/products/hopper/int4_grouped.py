@@ -32,7 +32,7 @@ from milepost.kernels.products.grouping import group_many
 from milepost.kernels.products.hopper import grouped
 from milepost.kernels.products.hopper import int4_numbers as int4
 from milepost.kernels.products.hopper.grouped import GroupedForm, GroupedStages, find_block
-from milepost.kernels.products.portable.grouped import RowBase
+from milepost.kernels.products.portable.grouped import ExpertRows
 from milepost.kernels.products.run import RoutedRows
 
 _STAGES = {64: 6, 128: 4}
@@ -55,8 +55,8 @@ def run_blocks(routed: RoutedRows, block_m: int) -> Tensor:
     """Returns partials as `run`, with blocks of `block_m` rows. Bits do not depend on it."""
     up, down = routed.weights(Int4)
     groups = group_many(routed.experts, routed.num_experts, block_m)
-    active = RowBase(routed.values.new_empty(routed.num_routed, routed.size), None)
-    rows, how = RowBase(routed.values, None), {"block_m": block_m, "stages": _STAGES[block_m]}
+    active = ExpertRows(routed.values.new_empty(routed.num_routed, routed.size))
+    rows, how = ExpertRows(routed.values), {"block_m": block_m, "stages": _STAGES[block_m]}
     weights = _boxes(up), _boxes(down)
     return grouped.run(routed, groups, rows, active, weights, (2, 2), _FORM, **how)
 

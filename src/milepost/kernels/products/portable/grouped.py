@@ -43,11 +43,14 @@ class RowGroups(NamedTuple):
     num_blocks: Any = None
 
 
-class RowBase(NamedTuple):
-    """Rows as a kernel argument, and their scales [D, rows] or None."""
+class ExpertRows(NamedTuple):
+    """Rows that a projection reads or writes, as a kernel argument."""
 
     base: Any
-    scales: Any
+    scales: Any = None
+    """[D, rows] if the rows are rounded."""
+    routing_weights: Any = None
+    """[P] for outputs that are multiplied by them: those of the down projection."""
 
 
 def run(routed: RoutedRows) -> Tensor:

@@ -22,7 +22,7 @@ from milepost.kernels.platform.tensors import cdiv
 from milepost.kernels.products.forms import Raw
 from milepost.kernels.products.forms.quantised import BLOCK, FP8, Fp8
 from milepost.kernels.products.grouping import Groups, group_many
-from milepost.kernels.products.portable.grouped import RowBase, RowGroups, find_block
+from milepost.kernels.products.portable.grouped import ExpertRows, RowGroups, find_block
 from milepost.kernels.products.portable.rounding import RoundedRows, readable, round_rows
 from milepost.kernels.products.portable.weights import ProductShape
 from milepost.kernels.products.run import RoutedRows
@@ -71,10 +71,10 @@ def project_up(rows: RoundedRows, routed: RoutedRows, active: RoundedRows, group
     cut = {"block_n": block_n, "block_k": box[-1]}
     shape = ProductShape.of(up, chip, is_gated=is_gated, limit=routed.limit, **cut)
     _up_kernel[(capacity * cdiv(size, block_n),)](
-        RowBase(readable(values, chip), scales),
+        ExpertRows(readable(values, chip), scales),
         TensorDescriptor.from_tensor(weights, box),
         None if isinstance(up, Raw) else up.scales,
-        RowBase(_bits(active[0]), active[1]),
+        ExpertRows(_bits(active[0]), active[1]),
         RowGroups(groups.order, groups.blocks),
         values.stride(0),
         0 if scales is None else scales.stride(0),
