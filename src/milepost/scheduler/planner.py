@@ -101,6 +101,8 @@ class Planner:
         """Gives prompts their chunks. Half of the tokens go first to prompts that need few, so that
         they don't wait for long ones. The rest is given in order of urgency. So is the last seat,
         or every seat once a request has waited for long."""
+        if not prefills and not candidates:
+            return  # most steps only decode
         running = sorted(prefills, key=lambda r: r.number)
         ordered = sorted([*running, *candidates], key=_order)
         reserved, considered = max(budget.left // 2, self._cache.grid), set[Request]()
