@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from milepost import LLM
 from milepost.config import EngineConfig
 from milepost.engine.metrics import TEXTS
 from milepost.simulator.policies import POLICIES
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("tables", ROOT / "tools" / "tables.py")
@@ -20,8 +22,16 @@ tables = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(tables)
 
 
+@pytest.fixture(scope="module")
+def memory() -> dict[str, str]:
+    """What `memory_table.py` prints, in a forked process: to start one takes seconds."""
+    path = ROOT / "tools" / "memory_table.py"
+    return json.loads(forked.run_script(path, compiles=True).splitlines()[-1])
+
+
 @pytest.mark.parametrize("page", tables.TABLES)
-def test_a_page_has_the_tables_of_today(page):
+def test_a_page_has_the_tables_of_today(page, memory, monkeypatch):
+    monkeypatch.setattr(tables, "memory", lambda: memory)
     if (ROOT / page).read_text(encoding="utf-8") != tables.filled(page):
         pytest.fail(f"{page} has older tables: run python tools/tables.py")
 
