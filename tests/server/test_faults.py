@@ -70,7 +70,7 @@ def _expect_unavailable(server):
 def test_a_signal_lets_short_requests_finish_and_fails_long_ones(folder):
     """Ctrl-C's here, SIGTERM's in the test below."""
     with (
-        serving(folder, "--shutdown-timeout-s", "4", forks=False) as server,
+        serving(folder, "--shutdown-timeout-s", "2", forks=False) as server,
         server.client() as client,
     ):
         stream = streaming(client)
@@ -152,7 +152,7 @@ def test_a_signal_under_load_leaves_no_stream_without_an_end(folder):
             server.process.send_signal(signal.SIGTERM)
             return [*await first, *await second], await whole
 
-    with serving(folder, "--shutdown-timeout-s", "3") as server:
+    with serving(folder, "--shutdown-timeout-s", "2") as server:
         streams, whole = asyncio.run(all_of_them(server))
         assert server.process.wait(DEADLINE_S) == 0
         with server.client() as client, pytest.raises(openai.APIConnectionError):
