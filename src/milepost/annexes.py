@@ -40,7 +40,7 @@ ANNEXES: Final = {
 def is_installed(name: str) -> bool:
     """Returns whether an annex's folder is there."""
     spec = find_spec(f"milepost.{ANNEXES[name].folder}")
-    return spec is not None and spec.origin is not None  # a folder of bytecode alone has none
+    return spec is not None and spec.origin is not None  # None if only bytecode is left
 
 
 def annex(name: str, *, wanted_by: str) -> Any:

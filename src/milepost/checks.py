@@ -28,7 +28,7 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_json(name: str, kind: type[T], value: object) -> T | None:
-    """Reads a configuration of type `kind` from itself, a mapping or its JSON. Raises
+    """Returns a configuration of type `kind`, given as such, as a mapping or as JSON. Raises
     ConfigError."""
     if isinstance(value, kind):
         return value
@@ -139,8 +139,8 @@ def json_text(name: str, given: object) -> str | None:
 
 
 def flat_texts(given: Sequence[str] | None) -> list[str]:
-    """Returns the texts, and the members of those that are JSON lists, as vLLM's flags accept
-    them. Raises ConfigError."""
+    """Returns the texts, each JSON list replaced by its members, as vLLM's flags accept them.
+    Raises ConfigError."""
     found: list[str] = []
     for text in given or ():
         if not text.startswith("["):
@@ -193,7 +193,7 @@ def check_ids(name: str, token_ids: Sequence[int] | Mapping[int, float], vocab_s
 
 
 def check_unicode(text: str, name: str = "the text") -> None:
-    """Raises InvalidRequestError for a text with halves of characters, as JSON and Python may have:
+    """Raises InvalidRequestError for a text with unpaired surrogates, which JSON and Python allow:
     neither tokenizers nor digests accept them."""
     try:
         text.encode()

@@ -34,8 +34,8 @@ class InvalidRequestError(MilepostError, ValueError):
 
 
 class InvalidPromptError(InvalidRequestError):
-    """The prompt, or its marks, cannot be served. `is_too_long`: it is longer than the model's
-    longest."""
+    """The prompt, or its marks, cannot be served. `is_too_long`: it exceeds the model's maximum
+    length."""
 
     def __init__(self, message: str, *, is_too_long: bool = False) -> None:
         super().__init__(message)
@@ -102,7 +102,7 @@ def missing(what: str, library: str | None, extra: str) -> ConfigError:
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Inside, an import of a module that is not installed raises ConfigError (`missing`)."""
+    """Makes imports inside raise ConfigError (`missing`) for modules that are not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

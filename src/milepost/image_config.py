@@ -83,7 +83,7 @@ class ImageConfig:
 
     @property
     def pixel_limits(self) -> tuple[int | None, int | None]:
-        """Smallest and largest area of a resized image, where they are not the checkpoint's."""
+        """Smallest and largest area of a resized image; None for the checkpoint's own."""
         given = json.loads(self.mm_processor_kwargs or "{}")
         for name, value in given.items():
             if name not in _PIXELS:

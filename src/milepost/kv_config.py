@@ -181,9 +181,10 @@ class KVEventsConfig:
     buffer_steps: int = 10_000
     """Number of messages that can be resent."""
     hwm: int = 100_000
-    """Most messages that wait for a slow subscriber before it misses some."""
+    """Largest number of messages that wait for a slow subscriber before it misses some."""
     max_queue_size: int = 100_000
-    """Most messages that wait for the publishing thread before the engine waits too."""
+    """Largest number of messages that wait for the publishing thread before the engine waits
+    too."""
     topic: str = ""
     """Prefix of each message, by which subscribers of several engines can filter."""
     format: Literal["map", "array"] = "map"

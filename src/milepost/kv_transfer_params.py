@@ -18,7 +18,7 @@ from milepost.errors import InvalidRequestError
 from milepost.kv_config import KVTransferConfig
 
 MAX_CHARS = 256
-"""Most characters in a text field."""
+"""Largest number of characters in a text field."""
 _LEASE = re.compile("[0-9a-f]{32}")
 FIELDS = (
     "do_remote_decode",

@@ -65,7 +65,7 @@ _IDS: ContextVar[RequestIds | None] = ContextVar("milepost_request_ids", default
 
 
 MAX_SHOWN = 300
-"""Most characters shown of what others said."""
+"""Largest number of characters shown of what others said."""
 
 
 def shown(said: object) -> str:

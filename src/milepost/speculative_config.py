@@ -28,14 +28,15 @@ class SpeculativeConfig:
     under the same prefix), `ngram` (the text of the request), or a list: the first with drafts is
     used. `auto` is `mtp` if the checkpoint has a usable head, else nothing."""
     num_speculative_tokens: int | None = None
-    """Most drafts of one step; by default 3 with `mtp` and `auto`, else 8. `ngram` alone has no
-    default, as in vLLM."""
+    """Largest number of drafts of one step; by default 3 with `mtp` and `auto`, else 8. `ngram`
+    alone has no default, as in vLLM."""
     prompt_lookup_max: int | None = None
-    """Most tokens that `ngram` looks up; by default 5, or `prompt_lookup_min` if that is set."""
+    """Largest number of tokens that `ngram` looks up; by default 5, or `prompt_lookup_min` if that
+    is set."""
     prompt_lookup_min: int | None = None
     """Fewest tokens that `ngram` looks up; by default 5, or `prompt_lookup_max` if that is set."""
     suffix_decoding_max_tree_depth: int = 24
-    """Most tokens that `suffix` compares."""
+    """Largest number of tokens that `suffix` compares."""
     suffix_decoding_max_cached_requests: int = 10000
     """Number of earlier answers that `suffix` keeps; 0 for none."""
     suffix_decoding_max_spec_factor: float = 1.0
@@ -85,7 +86,7 @@ class SpeculativeConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Most drafts of one step."""
+        """Largest number of drafts of one step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return min(_DEFAULT_TOKENS.get(method, MOST_TOKENS) for method in self.methods)

@@ -16,7 +16,7 @@ MAX_UNREAD = 8
 """Messages of a connection that are held before they are read; then its sender waits."""
 MAX_FRAMES = 5
 MAX_QUEUED = 4096
-"""Most messages queued to another engine: more than the number of waiting requests."""
+"""Largest number of messages queued to another engine: more than the number of waiting requests."""
 
 _MAPPED = "::ffff:"
 """The text before an IPv4 address on a socket for both kinds."""
@@ -94,6 +94,6 @@ def received_from(socket: zmq.Socket[Any]) -> tuple[str, list[bytes]]:
             frames.append(frame)
     try:
         address = str(first.get("Peer-Address"))
-    except zmq.ZMQError:  # of this machine or process
+    except zmq.ZMQError:  # a peer on this machine or in this process
         address = "here"
     return address.removeprefix(_MAPPED), frames

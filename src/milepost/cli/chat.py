@@ -132,7 +132,7 @@ SETTABLE = {
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """A conversation so far, with who answers it and the screen that shows it."""
+    """A conversation so far, what answers it, and the screen that shows it."""
 
     talker: Talker
     screen: Screen

@@ -200,8 +200,8 @@ class Screen:
 def counting_requests(
     reports: Console, total: int | None = None
 ) -> Iterator[Callable[[bool], None]]:
-    """Shows on a terminal how many requests are over, of `total` if that is known. Call the result
-    for each, with whether it was answered."""
+    """Shows on a terminal how many requests are finished, of `total` if given. Call the result once
+    per request, with whether it was answered."""
     done = "{task.completed}" if total is None else "{task.completed} of {task.total}"
     bar = Progress(
         SpinnerColumn(),

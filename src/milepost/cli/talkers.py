@@ -20,7 +20,7 @@ from milepost.logs import shown
 from milepost.sampling_params import SamplingParams
 
 MAX_LINE = 2**24
-"""Most bytes of an event, or of another answer."""
+"""Largest number of bytes of an event, or of another answer."""
 Said = Sequence[Mapping[str, Any]]
 
 

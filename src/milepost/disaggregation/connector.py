@@ -37,7 +37,7 @@ LEAST_TOKENS = 64
 """Fewest tokens that are worth fetching; fewer are computed faster, since a state is as large as
 the KV of thousands of tokens."""
 MAX_READERS = 2**16
-"""Most prompts whose readers are remembered."""
+"""Largest number of prompts whose readers are remembered."""
 
 
 class Connector:

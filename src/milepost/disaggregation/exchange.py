@@ -132,7 +132,7 @@ class Bell:
         self._far.setblocking(False)
 
     def ring(self) -> None:
-        with suppress(BlockingIOError):  # then it rings already
+        with suppress(BlockingIOError):  # it already rings
             self._far.send(b".")
 
     def clear(self) -> None:

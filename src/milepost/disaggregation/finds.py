@@ -1,5 +1,5 @@
-"""Questions of other engines about tokens, answered between steps: a few at a time, so that no
-number of them holds up the steps."""
+"""Answers other engines' questions about tokens between steps, a few at a time, so that steps are
+not delayed however many there are."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ from milepost.zeromq import between_engines, received_from
 logger = logging.getLogger(__name__)
 
 MAX_HELLOS = 4096
-"""Most connections that are remembered; the others have to say hello again."""
+"""Largest number of connections that are remembered; the others have to say hello again."""
 MAX_CLAIMS = 4096
-"""Most claims that wait for a device: more than the number of waiting requests."""
+"""Largest number of claims that wait for a device: more than the number of waiting requests."""
 MAX_FINDS = 64
-"""Most questions waiting for the engine, which looks at them between steps."""
+"""Largest number of questions waiting for the engine, which looks at them between steps."""
 
 
 class Lender:

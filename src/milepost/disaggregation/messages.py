@@ -29,13 +29,14 @@ from milepost.pictures import Picture, check_pictures
 
 VERSION = 4
 MAX_QUESTION_BYTES = 16 * 2**20
-"""Most bytes in a frame of a question; the longest has four bytes for each token of a prompt."""
+"""Largest number of bytes in a frame of a question; the longest has four bytes for each token of a
+prompt."""
 MAX_ANSWER_BYTES = 4 * 2**20
-"""Most bytes in a frame of an answer; the longest names each page of a prompt, or describes each
-rank's memory.
+"""Largest number of bytes in a frame of an answer; the longest names each page of a prompt, or
+describes each rank's memory.
 """
 MAX_PIECES = 2**31 - 1
-"""Most pieces in a layout: NIXL numbers pieces with 32 bits."""
+"""Largest number of pieces in a layout: NIXL numbers pieces with 32 bits."""
 
 Address = Annotated[int, Meta(ge=0, lt=2**62)]
 Bytes = Annotated[int, Meta(ge=0, lt=2**40)]

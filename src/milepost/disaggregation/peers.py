@@ -38,14 +38,14 @@ from milepost.zeromq import close, connected, received
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 256
-"""Most peers. Each takes a socket and the transport's resources; one that nobody asks makes
-room.
+"""Largest number of peers. Each takes a socket and the transport's resources; one that nobody asks
+makes room.
 """
 SPARE_S = 60.0
 """A peer makes room for another after this long without a message, if no read is under way."""
 MAX_UNKNOWN = 64
-"""Most peers that have not said welcome, since requests name their addresses. One more, and the
-first is dropped. A live engine answers sooner.
+"""Largest number of peers that have not said welcome, since requests name their addresses. One
+more, and the first is dropped. A live engine answers sooner.
 """
 IDLE_S = 6 * 3600.0
 """A peer is dropped after this long without a message: engines come and go, and addresses change.

@@ -33,7 +33,7 @@ HEAD_S = 5.0
 REST_S = 0.1
 """Pause between two attempts to accept a connection when files or memory are short."""
 MAX_READERS = 256
-"""Most connections served at a time, with a thread for each; others wait."""
+"""Largest number of connections served at a time, with a thread for each; others wait."""
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):

@@ -52,7 +52,7 @@ class _FileBytes(BytesIO):
     """The bytes of a file. OpenCV crashes if its source raises an exception."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Goes to an offset. Returns -1 for an impossible one, as damaged files name them."""
+        """Goes to an offset. Returns -1 for an invalid one, as damaged files have them."""
         try:
             return super().seek(offset, whence)
         except (OSError, OverflowError, ValueError):
@@ -81,8 +81,8 @@ class VideoFile:
             self._measure(capture)
 
     def frames(self, chosen: Sequence[int]) -> Iterator[Image.Image]:
-        """Yields the frames at these indices, in ascending order, in RGB. Sets `num_frames` to the
-        number of frames that there are, and stops, where the file ends before the last."""
+        """Yields the frames at these indices, in ascending order, in RGB. If the file ends before
+        the last, sets `num_frames` to the actual number and stops."""
         import cv2
 
         wanted = set(chosen)

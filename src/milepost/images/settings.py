@@ -97,7 +97,7 @@ class ImageSettings:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that a picture, or a square of one, has."""
+        """Largest number of tokens that a picture, or a square of one, has."""
         side = 0 if self.tiling is None else self.tiling.side // self.unit
         return max(self.max_pixels // self.unit**2, side**2)
 

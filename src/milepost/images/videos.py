@@ -100,7 +100,7 @@ def prepare_file(
         pixels = _pixels(video.frames(chosen), len(chosen), settings)
     frame_s = 1 / video.rate
     if settings.frame_patches is not None:
-        frame_s = int(1000 * frame_s) / 1000  # as its processor counts
+        frame_s = int(1000 * frame_s) / 1000  # as the model's processor rounds it
     return _parts(pixels, [index * frame_s for index in chosen], settings)
 
 

@@ -66,7 +66,7 @@ class NgramSequences:
 
     @classmethod
     def of(cls, rows: CarryRows, carried: Carried, columns: slice) -> NgramSequences:
-        """Reads these columns of what slots, or records of accepted drafts, carry."""
+        """Reads these columns of the slots' states and of the records of accepted drafts."""
         sources = rows.sources.long()
         index = torch.arange(len(sources), device=sources.device)
         begins = torch.where(sources[:, 0] >= 0, index, 0).cummax(0).values
@@ -75,7 +75,7 @@ class NgramSequences:
         return cls(begins, where, place, carried.states[:, columns], records)
 
     def read(self, part: StatePart, tokens: Tensor, places: Tensor) -> Tensor:
-        """Returns [n, N], what the states before the sequences of `tokens` [n] have at `places`."""
+        """Returns [n, N]: the states before the sequences of `tokens` [n], at `places`."""
         where, own = (
             self.where[tokens],
             slice(part.first, part.first + part.num_tokens * part.width),
@@ -101,8 +101,8 @@ class StatePart(NamedTuple):
 def continued(
     sequences: NgramSequences, values: Tensor, part: StatePart, tokens: Tensor, back: Tensor | int
 ) -> Tensor:
-    """Returns [n, N]: of `values` [T, N] those `back` tokens before each of `tokens` [n], or from
-    the state where that lies before the step. `back` may be [n]."""
+    """Returns [n, N]: rows of `values` [T, N], those `back` tokens before each of `tokens` [n];
+    from the state if that is before the step. `back` may be [n]."""
     index = tokens - sequences.begins[tokens]
     places = (part.num_tokens + index - back).clamp(0, part.num_tokens - 1)
     before = sequences.read(part, tokens, places)
@@ -113,8 +113,8 @@ def continued(
 def last_of(
     sequences: NgramSequences, values: Tensor, part: StatePart, tokens: Tensor, count: int
 ) -> Tensor:
-    """Returns [n, count, N], the `count` last of `values` [T, N] up to each of `tokens` [n], oldest
-    first; those before the step come from the state."""
+    """Returns [n, count, N]: the last `count` rows of `values` [T, N] up to each of `tokens` [n],
+    oldest first; those before the step come from the state."""
     back = torch.arange(count - 1, -1, -1, device=tokens.device).repeat(len(tokens))
     found = continued(sequences, values, part, tokens.repeat_interleave(count), back)
     last: Tensor = found.unflatten(0, (len(tokens), count))

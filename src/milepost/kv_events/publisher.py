@@ -34,7 +34,7 @@ LINGER_MS = 100
 ALIVE_S = 1.0
 """Seconds between the checks of a waiting engine whether the thread is alive."""
 MAX_BYTES = 2**16
-"""Most bytes of a message from a router: a subscription or a number."""
+"""Largest number of bytes of a message from a router: a subscription or a number."""
 END = (-1).to_bytes(8, "big", signed=True)
 
 

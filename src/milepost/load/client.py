@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 MAX_LINE = 2**24
-"""Most bytes of an event."""
+"""Largest number of bytes of an event."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class WorkloadConfig:
     own_words: int = 100
     """Number of words in each message."""
     output_tokens: int = 64
-    """Most tokens in an answer."""
+    """Largest number of tokens in an answer."""
     trace: str | None = None
     """JSON lines (.gz too) with input_length, output_length, hash_ids and timestamp_ms (or
     timestamp)."""

@@ -168,7 +168,7 @@ def _refuse_rotary(parameters: object) -> None:
     if not isinstance(parameters, Mapping):
         return
     for name, value in parameters.items():
-        _refuse_rotary(value)  # of one layer type
+        _refuse_rotary(value)  # the parameters of one layer type
         is_list = isinstance(value, list)
         for each in value if is_list else [value]:
             if is_number(each) and not abs(each) < _MOST:

@@ -178,7 +178,7 @@ def _refuse_unplaced(file: Path, name: str, tensors: safe_open, placements: Weig
     every projection do not."""
     path, _, last = name.rpartition(".")
     is_beside = any(f"{path}.{values}" in placements for values in VALUES)
-    # Packed zero points of zero mean something else.
+    # Packed zero points that are all zero do change an answer.
     may_be_zeros = last in _ZEROS and tensors.get_slice(name).get_dtype() != "I32"
     if is_beside and may_be_zeros and not tensors.get_tensor(name).float().any():
         return

@@ -100,7 +100,8 @@ class Watch(Watcher):
         self._counts = num_running, num_waiting
 
     def note_rest(self, now: float) -> None:
-        """Keeps a sample when the work ends, so that the pause is not charged with the work."""
+        """Keeps a sample when the work ends, so that the work does not count in the pause after
+        it."""
         self.note_time(now)
         last, sample = self._samples[-1], self._sample(now)
         if msgspec.structs.replace(last, at=now) == sample:

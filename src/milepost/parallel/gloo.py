@@ -53,7 +53,7 @@ class GlooLink:
         timeout_s: float,
         why_lost: Callable[[], str],
     ) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options and what it can do
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stub lacks most of it
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [gloo.create_device(hostname=HOST)]

@@ -193,7 +193,8 @@ class Axes:
     inputs: tuple[int, int] | None = (1, 1)
 
     def behind(self, num_dims: int) -> Axes:
-        """Returns the axes in a stack of such tensors, with `num_dims` dimensions before theirs."""
+        """Returns the axes of a stack of such tensors, which has `num_dims` more dimensions in
+        front."""
         outputs, inputs = (
             axis and (axis[0] + num_dims, axis[1]) for axis in (self.outputs, self.inputs)
         )

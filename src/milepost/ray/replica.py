@@ -29,8 +29,8 @@ from milepost.server.service import Service
 from milepost.zeromq import bound
 
 EVENT_BYTES = 2**26
-"""Most bytes of a message from the replica's own engine, which names at most about 2,048 pages with
-their tokens.
+"""Largest number of bytes of a message from the replica's own engine, which names at most about
+2,048 pages with their tokens.
 """
 KEY_BYTES = 8
 """Bytes of a page's digest that the router compares."""

@@ -161,7 +161,7 @@ def split(budget: int, shape: PoolShape, *, max_num_seqs: int) -> TwoPools:
     """Returns pages and slots that fit `budget` bytes. Slots never outnumber pages, except for
     those of running requests. Raises ConfigError if not even the least fits."""
     page, slot = max(shape.page_bytes, PAGE_HOST_BYTES), max(shape.state_bytes, 1)
-    under_way = shape.num_windows(0) * shape.window_bytes  # what steps write of windows
+    under_way = shape.num_windows(0) * shape.window_bytes  # for the window pages that steps write
     least = page + 2 * slot + under_way
     if budget < least:
         raise ConfigError(

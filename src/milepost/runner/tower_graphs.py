@@ -124,7 +124,7 @@ class CudaRecorder:
         return self._num_bytes
 
     def record(self, launches: Launches) -> Launches:
-        # Without the context of torch, which waits for the device and empties its cache.
+        # Not torch.cuda.graph as a context, which synchronises and empties torch's cache.
         if torch.cuda.graph.default_capture_stream is None:
             torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
         stream, current = torch.cuda.graph.default_capture_stream, torch.cuda.current_stream()

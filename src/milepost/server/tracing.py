@@ -92,8 +92,8 @@ def read_endpoint(url: str) -> str:
 
 
 def open_tracing(endpoint: str | None, model: str) -> Tracing | None:
-    """Returns what makes spans and sends them; None without an endpoint. Raises ConfigError if its
-    libraries are not installed."""
+    """Returns the tracing that makes and sends spans; None without an endpoint. Raises ConfigError
+    if its libraries are not installed."""
     if endpoint is None:
         return None
     require_tracing(endpoint)

@@ -46,7 +46,7 @@ _LARGEST = sys.float_info.max
 MAX_TOKENS = 2**24
 """Longest prompt or answer."""
 MAX_PAGE_IDS = 2**28
-"""Most distinct ids of a trace: a replay takes some 50 bytes for each."""
+"""Largest number of distinct ids of a trace: a replay takes some 50 bytes for each."""
 BLOCK_SIZES = tuple(1 << k for k in range(4, 12))
 """Block sizes that are found from the lengths: 16 to 2048."""
 
@@ -195,7 +195,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _parse(line: str, where: str, ids: PageIds) -> TraceRequest:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError, too, for thousands of digits
         raise TraceError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise TraceError(f"{where}: not a JSON object")

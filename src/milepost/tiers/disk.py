@@ -30,7 +30,8 @@ NUM_READERS = max(4, min(16, os.cpu_count() or 4))
 disks are faster with more reads at a time.
 """
 MAX_WRITES = 16
-"""Most writes that are submitted at a time. A write can be withdrawn until it has begun."""
+"""Largest number of writes that are submitted at a time. A write can be withdrawn until it has
+begun."""
 CHECK_S = 0.1
 """Interval between two looks at the writes of an engine that is closing."""
 STALL_S = 5.0

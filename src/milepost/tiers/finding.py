@@ -22,8 +22,8 @@ ROUND_S, NUM_LOOKS = 10.0, 32
 `ROUND_S`.
 """
 NAMES_EACH = 256
-"""Most files whose tokens are read at a time, for listeners to events. A load waits for these
-reads.
+"""Largest number of files whose tokens are read at a time, for listeners to events. A load waits
+for these reads.
 """
 
 

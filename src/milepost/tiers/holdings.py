@@ -22,7 +22,8 @@ class TierLimits:
     num_disk_pages: int = 0
     num_disk_states: int = 0
     max_pages_under_way: int = 64
-    """Most pages on their way from the device; 0 means no limit for pages and states."""
+    """Largest number of pages on their way from the device; 0 means no limit for pages and
+    states."""
     max_states_under_way: int = 2
 
 
@@ -35,7 +36,7 @@ LEAST_BYTES = 2**14
 is counted and remembered, whatever it holds.
 """
 MAX_ITEMS = 2**25
-"""Most items of one kind in a tier."""
+"""Largest number of items of one kind in a tier."""
 
 
 def split(num_bytes: int, page_bytes: int, state_bytes: int) -> tuple[int, int]:
@@ -166,7 +167,7 @@ class Rate:
         self.value = self.guess
 
     def measure(self, amount: float, seconds: float) -> bool:
-        """Takes in a measurement. Returns False for one that tells no rate."""
+        """Records a measurement. Returns False for one that tells no rate."""
         if amount < self.least or seconds <= 0:
             return False
         self.num_measured += 1
@@ -199,7 +200,7 @@ class MeasuredRates:
         """Fixed cost of a load, besides its bytes."""
 
     def computed(self, num_tokens: float, seconds: float) -> None:
-        """Takes in the time of a prefill."""
+        """Records the time of a prefill."""
         if self.prefill.measure(num_tokens, seconds):
             self.host.forget()
             self.disk.forget()

@@ -18,10 +18,10 @@ from milepost.tiers.holdings import Holdings, ready
 from milepost.tiers.tier import Item, Tier
 
 MAX_CANDIDATES = 4
-"""Most states of a prompt whose costs are compared, the deepest first."""
+"""Largest number of states of a prompt whose costs are compared, the deepest first."""
 MAX_OFFERED = 16_384
-"""Most requests whose offers are remembered: more than ever wait, fewer than arrive between two
-changes of a tier.
+"""Largest number of requests whose offers are remembered: more than ever wait, fewer than arrive
+between two changes of a tier.
 """
 
 

@@ -24,8 +24,8 @@ from milepost.tiers.page_graph import PageGraph
 from milepost.tiers.tier import Item
 
 MAX_AT_ONCE = 1000
-"""Most additions processed at a time: a step waits for them, and a directory may have a million
-files.
+"""Largest number of additions processed at a time: a step waits for them, and a directory may have
+a million files.
 """
 
 

@@ -26,7 +26,7 @@ superseded, and a preempted request soon resumes.
 MIN_SCORE = 16.0
 """Tokens that any other state must be expected to save to be stored when it is evicted."""
 MAX_QUEUED = 4096
-"""Most states that wait to be stored; beyond that the oldest is dropped."""
+"""Largest number of states that wait to be stored; beyond that the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ from milepost.tiers.loads import Fetch
 from milepost.tiers.policy import Tiers
 
 MAX_RUN = 16
-"""Most pages copied at once. Padding between pages costs one more copy of these pages."""
+"""Largest number of pages copied at once. Padding between pages costs one more copy of these
+pages."""
 WAIT_S = 1e-4
 REST_S = 2.0
 HASTE_S = 0.05

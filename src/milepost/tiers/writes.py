@@ -11,8 +11,8 @@ from milepost.tiers.holdings import Holdings, ready
 from milepost.tiers.tier import Item
 
 MAX_UNWRITTEN = 4096
-"""Most states that wait to be written; beyond that the oldest is dropped, since a disk may never
-respond.
+"""Largest number of states that wait to be written; beyond that the oldest is dropped, since a disk
+may never respond.
 """
 
 

@@ -33,8 +33,8 @@ class Likely:
 
 
 class HoldBack:
-    """Looks at all paths in rounds. If there are many, one round spans several changes of the
-    cache."""
+    """Finds the paths likely to be returned to, in rounds. If there are many, one round spans
+    several changes of the cache."""
 
     def __init__(self, reclaimer: Reclaimer, page_size: int) -> None:
         self._at_slot = reclaimer.tree.at_slot

@@ -73,7 +73,7 @@ class Reclaimer:
         once."""
         for node in self.tree.changed_nodes:
             self._rank(node)
-            # Those with a tail carry their own page, whatever happens to the node's.
+            # Checkpoints with a tail own its page, whatever happens to the node's.
             at_end = node.checkpoints.get(b"")
             if at_end is not None and self.carriers is not self.states:
                 self.tree.changed_checkpoints[at_end] = None

@@ -181,8 +181,8 @@ class Score:
         return max(sure, self._of_unawaited(checkpoint))
 
     def steady(self, checkpoint: Checkpoint) -> int:
-        """Returns for how many requests the score stays about the same while its bucket does; 0 if
-        it may change at any time."""
+        """Returns the number of requests for which the score stays about the same unless its bucket
+        changes; 0 if it may change at any time."""
         age = self.clock - checkpoint.end.time
         return 0 if checkpoint.reservations else 1 + age // STEADY
 
@@ -194,7 +194,7 @@ class Score:
 
     @property
     def evidence(self) -> float:
-        """Share of the returns to ends that were seen, not assumed."""
+        """Share of the counted returns to ends that were observed rather than assumed."""
         return self._ends.rates.evidence
 
     def growth(self, within: int) -> float:

@@ -52,7 +52,7 @@ class Tiering(OffDevice):
         return self.transfers.rest_s
 
     def poll(self) -> None:
-        """Takes in the copies that are done."""
+        """Reports the copies that are done."""
         self.transfers.poll()
 
     def wait(self, seconds: float) -> bool:

@@ -51,7 +51,7 @@ class Selection:
     ratio: int
     """Tokens of a block."""
     budget: int
-    """Most tokens that are selected, apart from those after the last whole block."""
+    """Largest number of tokens that are selected, apart from those after the last whole block."""
 
     def part(self, rows: slice | Tensor) -> Selection:
         """Returns the selection for some of the tokens."""

@@ -93,7 +93,7 @@ class Tiling(NamedTuple):
     tokens_each: int = 1
     """Tokens of most narrow items."""
     max_dequantised: int = 0
-    """Most FP8 pages that wide items read as a 16-bit copy."""
+    """Largest number of FP8 pages that wide items read as a 16-bit copy."""
     window: int | None = None
     """Number of tokens that a token attends to; None for all. Earlier KV is neither read nor
     shared."""

@@ -26,11 +26,11 @@ class Room(NamedTuple):
     num_tokens: int
     num_sequences: int
     num_partials: int
-    """Most partial results of all tokens together."""
+    """Largest number of partial results of all tokens together."""
     num_combined: int
     """End of the tokens with partial results."""
     num_dequantised: int
-    """Most FP8 pages that are copied together; 0 if items read pages as they are."""
+    """Largest number of FP8 pages that are copied together; 0 if items read pages as they are."""
     first_combined: int = 0
     """First token with partial results."""
 

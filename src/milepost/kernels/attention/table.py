@@ -31,14 +31,14 @@ from milepost.kernels.platform.tables import HOPPER, KernelChoice, KernelTable, 
 from milepost.kernels.platform.tensors import next_power_of_2
 
 MOST_CAPTURED_TOKENS = 3072
-"""Most tokens of any captured step."""
+"""Largest number of tokens of any captured step."""
 CAPTURED_TOKENS = 512
-"""Most tokens of a captured step: a graph must not depend on a step's pages, so it does not
-dequantise them first."""
+"""Largest number of tokens of a captured step: a graph must not depend on a step's pages, so it
+does not dequantise them first."""
 COPIED_BYTES, _ALL = 256 << 20, 1 << 30
-"""Most bytes of the 16-bit copy of a layer's FP8 pages where no kernel needs it, and a number of
-pages that no step exceeds, where Hopper's does. A prefill of 32,000 tokens is 12 % slower without a
-copy; a 27B's other activations take more memory than the copy of 65,536 tokens."""
+"""Largest number of bytes of the 16-bit copy of a layer's FP8 pages where no kernel needs it, and a
+number of pages that no step exceeds, where Hopper's does. A prefill of 32,000 tokens is 12 % slower
+without a copy; a 27B's other activations take more memory than the copy of 65,536 tokens."""
 HOPPER_BLOCK = 64
 """Number of KV positions in a block of Hopper's kernels."""
 MAX_NARROW_ROWS = 64
@@ -47,7 +47,7 @@ _FP8_BESIDE = 3
 """Number of narrow items that share an SM if pages are FP8: blocks take half the room and half the
 time to arrive, so another program hides the work between two blocks."""
 _HOPPER_NARROW_ROWS = 16
-"""Most query rows that fit the registers of Hopper's kernel for FP8 pages."""
+"""Largest number of query rows that fit the registers of Hopper's kernel for FP8 pages."""
 _HOPPER_NARROW = {"num_beside": 2, "narrow_waves": 4}
 _LATENT_ROWS, _LATENT_UNIT = 64, 32
 """Rows of a wide item of latents, few because a row's sums take as many registers as a latent has
@@ -107,7 +107,7 @@ def shape_latents(num_heads: int, width: int, chip: Chip, *, value_bytes: int) -
     one_token = max(NARROW_ROWS, next_power_of_2(num_heads))
     held = (_LATENT_ROWS + _LEAST_BLOCK) * width * value_bytes
     has_room = chip.shared_bytes >= max(_LATENT_SHARED, held)
-    # From 64 rows on Blackwell's matrix units take over, which want far more shared memory.
+    # From 64 rows on Blackwell's matrix units take over, which need far more shared memory.
     is_large = has_room and chip.capability[0] != 10
     wide = _LATENT_ROWS if is_large else one_token
     return ItemShapes(narrow_rows=one_token, narrow_unit=_LATENT_UNIT, wide_rows=wide)

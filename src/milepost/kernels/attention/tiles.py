@@ -22,7 +22,8 @@ ITEM_SIZE = 8
 UNIT = 128
 """KV ranges begin at multiples of this many positions."""
 MOST_PIECES, MOST_WIDE_PIECES = 32, 8
-"""Most pieces of a tile's KV if they depend on its length alone, for decodes and for prefills."""
+"""Largest number of pieces of a tile's KV if they depend on its length alone, for decodes and for
+prefills."""
 _LEAST_UNITS, _LEAST_WIDE_UNITS = 2, 24
 """Fewest units of such a piece: a long prompt then writes and combines few partial results. The few
 tokens after a hit read as much KV in turn."""
@@ -36,7 +37,7 @@ MIN_SHARING = 4
 
 
 WAVES = 2
-"""Most items per program in the numbers of pieces that are tried."""
+"""Largest number of items per program in the numbers of pieces that are tried."""
 NARROW_ROWS, WIDE_ROWS = 16, 128
 
 
@@ -47,7 +48,7 @@ class ItemShapes(NamedTuple):
     narrow_unit: int = UNIT
     """The KV of a narrow item is a multiple of this many positions."""
     narrow_waves: int = WAVES
-    """Most narrow items that one program's place runs in turn."""
+    """Largest number of narrow items that one program's place runs in turn."""
     num_beside: int = 1
     """Number of narrow items that run in the place of one program."""
     wide_rows: int = WIDE_ROWS
@@ -123,7 +124,7 @@ def may_share(starts: Ints, rows: Ints, page_size: int, tables: NDArray[Any] | N
     are_long = starts >= _MIN_SHARED
     if not are_long.any():
         return False
-    # Who shares enough shares this page.
+    # Sequences that share enough share this page.
     pages = tables[rows, max(_MIN_SHARED // page_size - 1, 0)]
     return bool(((pages[1:] == pages[:-1]) & are_long[1:] & are_long[:-1]).any())
 
@@ -259,7 +260,7 @@ def count_partials(narrow: Ints, narrow_pieces: Ints, wide: Ints, wide_pieces: I
     """Returns the number of each token's partial results [T], 0 where its result is whole. No token
     is in two narrow or two wide tiles. If it is in both, those of the wide tile come first, and a
     tile's ordinal becomes that of its first piece."""
-    if not len(wide):  # narrow ones follow each other
+    if not len(wide):  # narrow tiles cover all tokens in order
         counts = narrow_pieces.repeat(narrow[:, TOKENS])
     else:
         ends = [int((each[:, FIRST] + each[:, TOKENS]).max(initial=0)) for each in (narrow, wide)]

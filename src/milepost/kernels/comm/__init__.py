@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 512
-"""Most rows of a one-shot sum. Each has memory of its own, so a rank that is ahead overwrites
-nobody's."""
+"""Largest number of rows of a one-shot sum. Each has memory of its own, so a rank that is ahead
+overwrites nobody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class RankBuffers:
     """[S] or [B] int32, how often each row has been sent; each rank's own, and the same on all."""
     hidden_size: int
     num_rows: int
-    """Most rows that can be sent."""
+    """Largest number of rows that can be sent."""
 
     def holds(self, values: Tensor) -> bool:
         """Whether such rows [T, ..., C] can be sent."""

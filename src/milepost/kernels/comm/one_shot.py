@@ -82,8 +82,8 @@ def add_norm(
     multiplier: float = 1.0,
 ) -> Sums:
     """Does `norm.add_norm` with the sum of all ranks' `partials` [T, P, C]. Each rank's own sum is
-    rounded to the dtype of `hidden` [T, C] first; sums are float32, and rows of both may lie apart.
-    All ranks must call this and `add_up` in the same order."""
+    rounded to the dtype of `hidden` [T, C] first; sums are float32, and rows of both may be
+    strided. All ranks must call this and `add_up` in the same order."""
     residual, sums = open_sums(hidden, scale, eps)
     launch(_exchange_kernel, len(hidden), residual, partials, sums, buffers, multiplier)
     return sums
@@ -160,7 +160,7 @@ def _exchange_kernel(residual, partials, sums, memory, SIZES: tl.constexpr):
         if SIZES.multiplier != 1:
             acc *= SIZES.multiplier
         b_x = tl.load(residual.hidden + i_t * residual.stride + o_h, mask=is_h, other=0.0)
-        # The next layer reads what is normed, so the sum is rounded first.
+        # The norm is of the sum as the next layer reads it, rounded.
         b_x = (b_x.to(tl.float32) + acc).to(element)
         tl.store(sums.total + o_target, b_x, mask=is_h)
         tl.store(sums.normed + o_target, norm_row(b_x, b_scale, residual.eps, SIZE), mask=is_h)

@@ -78,7 +78,7 @@ def _share_kernel(residual, partials, sums, memory, num_tokens, num_each, SIZES:
                 acc += b_part.to(tl.float32)
         if SIZES.multiplier != 1:
             acc *= SIZES.multiplier
-        # The next layer reads what is normed, so the sum is rounded first.
+        # The norm is of the sum as the next layer reads it, rounded.
         b_x = (b_x.to(tl.float32) + acc).to(element)
         for rank in tl.static_range(RANKS):
             if rank != RANK:

@@ -45,7 +45,7 @@ class Capacity:
     decodes: bool = False
     """Whether every sequence decodes."""
     num_drafts: int = 0
-    """Most drafts of a decoding sequence; if above 0 the step may verify."""
+    """Largest number of drafts of a decoding sequence; if above 0 the step may verify."""
     is_exact: bool = False
     """Whether it is that of one step alone, so that arrays need no padding."""
 
@@ -57,7 +57,7 @@ class Capacity:
 
     @property
     def num_sampled(self) -> int:
-        """Most tokens that are sampled from."""
+        """Largest number of positions that are sampled from."""
         return min(self.num_tokens, self.num_sequences * (1 + self.num_drafts))
 
 

@@ -23,7 +23,7 @@ from milepost.kernels.platform.tensors import BLOCK, FP8
 LINE = 4
 """torch's scaled GEMM takes rows, and TMA copies scales, in multiples of this."""
 FEW = 64
-"""Most rows for which some FP8 products read the values and round them on the way."""
+"""Largest number of rows for which some FP8 products read the values and round them on the way."""
 
 
 class Emit(Enum):
@@ -81,7 +81,7 @@ class Activations:
     projected: Projected | None = None
 
     def __len__(self) -> int:
-        # Every launch asks; `len` of a tensor is a function in Python.
+        # Every launch asks, and `len` of a tensor runs Python code.
         if self.values is not None:
             return self.values.shape[0]
         return self._rounded.num_rows

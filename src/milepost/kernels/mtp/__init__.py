@@ -54,8 +54,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryRows:
-    """int32 arrays: in numpy where they are to be sent to a device, else tensors. A record is named
-    by its row and a draft; -1 stands for what is not there."""
+    """int32 arrays: in numpy if they are to be sent to a device, else tensors. A record is
+    identified by its row and a draft; -1 means none."""
 
     sources: Any
     """[T, 2]: the slot that carries the state before a token, and -1; or the record of it; twice -1
@@ -153,8 +153,8 @@ def join(
     """Returns [T, 2 * C]: the embeddings of `token_ids` [T] from the `table` [V, C], and the hidden
     states before them, each normed with its own of the two `scales` [C].
 
-    Before token t stands row t of `hidden` [T, C]; or, with `carried`, row t - 1, and before a
-    sequence's first what is carried.
+    The state before token t is row t of `hidden` [T, C]; or, with `carried`, row t - 1, and the
+    carried one before a sequence's first token.
     """
     embedded = F.embedding(token_ids, table)
     before = hidden if carried is None else _shift(hidden, *carried)
@@ -175,7 +175,8 @@ def _shift(hidden: Tensor, carried: Carried, rows: CarryRows) -> Tensor:
 
 @fused("mtp.triton")
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """Carries on and records rows of `hidden` [T, C], one after each token, as `rows` say."""
+    """Stores rows of `hidden` [T, C], the states after the tokens, in slots and records as `rows`
+    say."""
     token = rows.targets[:, 0].long()
     states = hidden.new_zeros(len(token), hidden.shape[1])
     states[token >= 0] = hidden[token[token >= 0]]  # a step that folds has no tokens

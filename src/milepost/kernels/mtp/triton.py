@@ -26,7 +26,7 @@ def join(
     eps: float,
     carried: tuple[Carried, CarryRows] | None = None,
 ) -> Tensor:
-    """See `mtp.join`; rows of `hidden` and slots of `carried` may lie apart."""
+    """See `mtp.join`; rows of `hidden` and slots of `carried` may be strided."""
     num_tokens, size = hidden.shape
     joined = hidden.new_empty(num_tokens, 2 * size)
     columns = next_power_of_2(size)
@@ -102,7 +102,7 @@ def _join_kernel(
 
 
 def keep(hidden: Tensor, carried: Carried, rows: CarryRows) -> None:
-    """See `mtp.keep`; rows of `hidden` may lie apart."""
+    """See `mtp.keep`; rows of `hidden` may be strided."""
     _keep(hidden, hidden, carried, rows, slice(None), by_token=True)
 
 

@@ -17,14 +17,14 @@ _COLUMNS = 1024
 
 
 def silu_mul(gate_up: Tensor, limit: float = 0.0) -> Tensor:
-    """See `reference.silu_mul`; rows of `gate_up` may lie apart."""
+    """See `reference.silu_mul`; rows of `gate_up` may be strided."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty(num_tokens, size)
     return _activate(gate_up, output, is_gated=True, limit=limit)
 
 
 def relu_squared(hidden: Tensor) -> Tensor:
-    """See `reference.relu_squared`; rows of `hidden` may lie apart."""
+    """See `reference.relu_squared`; rows of `hidden` may be strided."""
     return _activate(hidden, hidden.new_empty(hidden.shape), is_gated=False)
 
 
@@ -70,7 +70,7 @@ def _activate_kernel(
 
 
 def gate_heads(hidden: Tensor, gate: Tensor) -> Tensor:
-    """See `reference.gate_heads`; rows of `gate` may lie apart."""
+    """See `reference.gate_heads`; rows of `gate` may be strided."""
     check_rows(gate=gate)
     num_tokens, num_heads, size = hidden.shape
     assert hidden.is_contiguous(), "heads are side by side"

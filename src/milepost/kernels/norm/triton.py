@@ -49,7 +49,7 @@ def add_norm(
     emit: Emit = Emit.VALUES,
     order: SumOrder = SumOrder.FREE,
 ) -> tuple[Tensor, Inputs]:
-    """See `reference.add_norm`; rows of `hidden` and `delta` may lie apart, and sums are float32.
+    """See `reference.add_norm`; rows of `hidden` and `delta` may be strided, and sums are float32.
     The number of threads per row is the same for any number of rows if the `order` is FIXED, and
     that for many rows if it is LIKE_MANY."""
     check_rows(hidden=hidden, delta=delta, scale=scale, delta_scale=delta_scale)
@@ -159,7 +159,7 @@ def sum_and_norm(
             b_delta = norm_row(b_delta, b_delta_scale, eps, SIZE).to(tl.float32)
         if MULTIPLIER != 1:
             b_delta *= MULTIPLIER
-        # What the next layer reads is what is normed, so the sum is rounded first.
+        # The norm is of the sum as the next layer reads it, rounded.
         b_x = (b_x.to(tl.float32) + b_delta).to(element)
     return b_x, norm_row(b_x, b_scale, eps, SIZE)
 

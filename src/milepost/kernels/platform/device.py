@@ -82,7 +82,7 @@ class Chip:
 
     @property
     def unpacks_fp8(self) -> bool:
-        """Whether it has NVIDIA's matrix units and registers, and no float8."""
+        """Whether kernels unpack FP8 in registers, as on NVIDIA chips without float8."""
         return not self.has_fp8 and not self.is_amd
 
     def choose_stages(self, wanted: int, step_bytes: int) -> int:
@@ -177,7 +177,7 @@ def triton_version() -> tuple[int, int]:
 
 
 class Capable(Protocol):
-    """An operation, which knows what its kernels can do."""
+    """An operation that knows what its kernels can do."""
 
     def why_reference(self, chip: Chip) -> str:  # noqa: ARG002
         """Why no fused kernel does it on the chip; empty if one does, as on every chip that Triton

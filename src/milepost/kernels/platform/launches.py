@@ -200,19 +200,19 @@ def _remembering(kernel: JITFunction[Any]) -> Callable[..., Any]:
     def run(*args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         ordinary: Callable[..., Any] = JITFunction.run
         described = None
-        # If the launch is replaced or watched, all launches have to go that way.
+        # If `JITFunction.run` is replaced or hooked, every launch must go through it.
         is_watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or hooks
         if not (warmup or is_watched or ordinary is not ORDINARY or callable(grid)):
             described = describe(args) if len(args) == num_arguments else None
         if described is None:
             return ordinary(kernel, *args, grid=grid, warmup=warmup, **options)
         device, given = torch.cuda.current_device(), options.values()
-        # Types, too, for True is 1.
+        # Types are part of the key, since True == 1.
         kind = (device, described[0], *options, *given, _types_of(given))
         found = known.get(kind)
         if found is None:
             compiled = ordinary(kernel, *args, grid=grid, warmup=False, **options)
-            if getattr(compiled, "function", None) is not None:  # or nothing was launched
+            if getattr(compiled, "function", None) is not None:  # else nothing was launched
                 known[kind] = _note(kernel, compiled, options)
             return compiled
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]

@@ -39,7 +39,7 @@ class Meter(TorchDispatchMode):
         )
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never counts the memory of these tensors, nor of views of them."""
+        """Leaves these tensors and their views out of the count."""
         for tensor in tensors:
             self._sizes[tensor.untyped_storage()] = 0
 
@@ -124,9 +124,9 @@ def pretend(chip: Chip, *, example: str = "") -> Iterator[Meter]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _address))
         blas = "torch.backends.cuda.preferred_blas_library"
         stack.enter_context(mock.patch(blas, lambda library=None: library))
-        # Given an output, the library's product asks for memory.
+        # `_scaled_mm` allocates memory even if it is given an output.
         stack.enter_context(mock.patch.object(torch, "_scaled_mm", lambda *_, out, **__: out))
-        # It stays: without a GPU Triton has no driver to go back to.
+        # The driver stays: without a GPU Triton has no other to return to.
         triton.runtime.driver.set_active(_Driver(target_of(chip)))
         yield meter
 

@@ -81,9 +81,9 @@ def multiply(
     """Multiplies `rows` [T, I] by the transposed `weight` [O, I], adds `bias` [O] and applies the
     epilogue.
 
-    Without an epilogue the product may be written `into` a tensor [T, O], whose rows may lie apart.
-    On a GPU the next kernel may start early unless `launch_dependents` is False. Terms are added in
-    `order`, or in the weight's own if that is stricter.
+    Without an epilogue the product may be written `into` a tensor [T, O], whose rows may be
+    strided. On a GPU the next kernel may start early unless `launch_dependents` is False. Terms are
+    added in `order`, or in the weight's own if that is stricter.
     """
     assert into is None or epilogue is Epilogue.NONE, "only whole products have a place"
     assert epilogue is not Epilogue.GATED, "`multiply_gated` gates"

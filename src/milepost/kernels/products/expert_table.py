@@ -26,13 +26,13 @@ from milepost.kernels.products.forms.quantised import BLOCK, Fp4, Fp8, Int4, Int
 from milepost.kernels.products.forms.w4a4 import W4A4
 
 ROW_BY_ROW = 40
-"""Most routed tokens that are multiplied one by one, each rounded on the way: say, four tokens with
-nine experts each."""
+"""Largest number of routed tokens that are multiplied one by one, each rounded on the way: say,
+four tokens with nine experts each."""
 SEARCHED = 16
-"""Most tokens that are not grouped by expert, because programs search the routing for their rows:
-as many as the smallest tile has rows."""
+"""Largest number of tokens that are not grouped by expert, because programs search the routing for
+their rows: as many as the smallest tile has rows."""
 _TOKENS_AT_ONCE = 64
-"""Most tokens whose FP8 experts Hopper multiplies in one launch."""
+"""Largest number of tokens whose FP8 experts Hopper multiplies in one launch."""
 _FEW_INT4 = 10
 """Rows per expert above which Hopper multiplies four-bit weights in tall blocks."""
 _TALL, _UNPACKED = 32, 112

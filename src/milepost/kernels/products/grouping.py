@@ -22,8 +22,8 @@ MANY_ROUTED = 6144
 """Routed tokens above which the two additional launches of `group_many` pay."""
 _CHUNK = 4096
 _UNROLLED_BINS = tl.constexpr(512)
-"""Most bins for which the loop over a chunk's other tokens is unrolled; with more bins unrolling
-gains nothing."""
+"""Largest number of bins for which the loop over a chunk's other tokens is unrolled; with more bins
+unrolling gains nothing."""
 _COUNTED = 256
 """Routed tokens per program of `group_many`, which ranks them by comparing all pairs."""
 

@@ -53,8 +53,8 @@ def run(given: Multiplication, tiles: None) -> Tensor:  # noqa: ARG001
 
 
 def _multiply(given: Multiplication, weight: Tensor) -> Tensor:
-    """Multiplies by a weight [O, I] in 16 bits, without bias. Rows that lie apart are written in
-    place, which saves a copy, where each begins at a multiple of 16 bytes."""
+    """Multiplies by a weight [O, I] in 16 bits, without bias. Strided rows are written in place,
+    which saves a copy, where each begins at a multiple of 16 bytes."""
     into = given.into
     if into is None or into.stride(0) % 8:
         return F.linear(given.values, weight)

@@ -38,7 +38,7 @@ class Multiplication(NamedTuple):
     bias: Tensor | None = None
     epilogue: Epilogue = Epilogue.NONE
     into: Tensor | None = None
-    """[T, O], whose rows may lie apart."""
+    """[T, O], whose rows may be strided."""
     beside: Raw | None = None
     """[R, I]"""
     launch_dependents: bool = True

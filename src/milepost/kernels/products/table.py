@@ -30,12 +30,12 @@ or multiplies them with tensor cores (four bits)."""
 _NUM_PARTS, _TILE = 8, 16
 """Warps, and outputs of a tile, in `hopper.gemv_parts`."""
 _MOST_BESIDE = 128
-"""Most raw outputs beside another product: every unit of them reads all rows."""
+"""Largest number of raw outputs beside another product: every unit of them reads all rows."""
 _MANY_ROWS = 64
 """Rows above which torch's GEMM is as fast as ours, or 16-bit weights are made first."""
 _WHOLE_INPUTS = 4096
-"""Most inputs of a sum that is about as fast without split-K; raw weights take longer to read, so
-theirs may have any number."""
+"""Largest number of inputs of a sum that is about as fast without split-K; raw weights take longer
+to read, so theirs may have any number."""
 _NORMED_INPUTS, _NORMED_OUTPUTS = 4096, 512
 """Largest sizes of a product that takes no longer than the norm before it."""
 

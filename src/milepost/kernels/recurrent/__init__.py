@@ -182,7 +182,7 @@ class RecurrentOperation(Operation):
         """Advances each sequence by all its tokens, as laid out by `layout`. Returns the mixer's
         output [T, heads * W] and writes both pools, including the states of exports.
 
-        Rows of `projected` and slots of a pool may lie apart; everything else is contiguous.
+        Rows of `projected` and slots of a pool may be strided; everything else is contiguous.
 
         Records [rows, drafts, ...] hold a draft's row of the projections without the gates, for
         each draft of a sequence's previous step; this step's drafts replace them. A state is

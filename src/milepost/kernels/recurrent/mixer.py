@@ -161,9 +161,9 @@ class KDAProjected(NamedTuple):
     """[T, C + H]: queries, keys, values (the C channels), heads side by side, and betas before
     their sigmoid."""
     decays: Tensor
-    """[T, H * K], inputs of log decays; rows may lie apart."""
+    """[T, H * K], inputs of log decays; rows may be strided."""
     gate: Tensor
-    """[T, H * K], the output's gate before its sigmoid; rows may lie apart."""
+    """[T, H * K], the output's gate before its sigmoid; rows may be strided."""
 
 
 MixerProjections = Tensor | KDAProjected

@@ -171,12 +171,12 @@ class DecodingSteps(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a sequence."""
+        """Largest number of drafts of a sequence."""
         return 0 if self.records is None else int(self.records.base.shape[1])
 
     @property
     def num_places(self) -> int:
-        """Most tokens of a sequence, recorded ones included."""
+        """Largest number of tokens of a sequence, recorded ones included."""
         return 2 * self.num_drafts + 1
 
 

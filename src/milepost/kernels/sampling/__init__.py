@@ -31,8 +31,8 @@ __all__ = ["StepRows", "Workspace", "argmax", "guess"]
 
 BLOCK = 8192
 LISTED = 16384
-"""Most logits that `search` collects; if there are more, it reads the whole row, which is
-slower."""
+"""Largest number of logits that `search` collects; if there are more, it reads the whole row, which
+is slower."""
 NUM_BOUNDS = 16
 
 # Columns of `StepRows.ints`.

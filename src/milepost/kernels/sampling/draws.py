@@ -205,7 +205,7 @@ def _take_kernel(
         b_tops = tl.load(scratch.best + i_r * num_blocks + o_b, mask=is_b, other=float("-inf"))
         _, winner = tl.max(b_tops, 0, return_indices=True)
         winner = tl.minimum(winner, num_blocks - 1)
-        # Among NaN the greatest may be found where there is no token.
+        # With NaN, the maximum may be found past the last token.
         token = tl.minimum(tl.load(scratch.columns + i_r * num_blocks + winner), vocab_size - 1)
         tl.store(token_ids + row, token.to(tl.int64))
         count_row = tl.load(rows.ints + row * INTS + COUNTS).to(tl.int64)

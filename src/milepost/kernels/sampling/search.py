@@ -224,7 +224,7 @@ def _settle_kernel(
     row = i_r + first
     adjusted, listed = scratch.adjusted, scratch.listed
     if IS_AMD:
-        # Its compiler follows pointers to where they began, and a choice of two stops it.
+        # AMD's compiler traces pointers to their base, and fails if there are two to choose from.
         adjusted = adjusted.to(tl.int64).to(tl.pointer_type(tl.float32))
         listed = listed.to(tl.int64).to(tl.pointer_type(tl.float32))
     if tl.load(rows.ints + row * INTS) & SEARCHES != 0:

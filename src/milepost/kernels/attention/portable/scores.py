@@ -23,8 +23,8 @@ from milepost.kernels.platform.launches import OVERLAPPED, launch_dependents, qu
 from milepost.kernels.platform.tensors import cdiv, check_contiguous, next_power_of_2
 
 _SCORES = 1 << 23
-"""Most scores that are made before the best are taken: 64 MiB. With 16,384 blocks that is enough
-for 512 tokens, and each launch passes over all tiles of tokens."""
+"""Largest number of scores that are made before the best are taken: 64 MiB. With 16,384 blocks that
+is enough for 512 tokens, and each launch passes over all tiles of tokens."""
 _BLOCKS = 32
 """Blocks of a program that scores."""
 LAST = tl.constexpr(0x7FFFFFFF)

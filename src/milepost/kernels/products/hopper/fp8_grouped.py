@@ -1,9 +1,9 @@
 """Experts with FP8 weights and many rows on Hopper, in Gluon: FP8's part of `grouped`.
 
 Two groups of four warps multiply 64 rows each of the same block: while one adds a step's product up
-in float32, times its scales, the other's runs on the tensor cores. They begin in turn: begun at
-once they end at once, and the tensor cores wait for both. A step is as deep as a block that shares
-a scale.
+in float32, times its scales, the other's runs on the tensor cores. They take turns: if both began
+at once, both would end at once and leave the tensor cores idle. A step is as deep as a block that
+shares a scale.
 
 Outputs of the up projection are laid out by blocks, with room for all of a block's rows, so that
 TMA can load them for the down projection.

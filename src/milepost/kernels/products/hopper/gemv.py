@@ -101,13 +101,13 @@ def _row_kernel(hidden, experts, weight, bias, output, stride, SHAPE: gl.constex
     first = gl.program_id(0) * _TILE
     numbers, p_scale = weight.numbers, 0
     if experts is not None:
-        # In this order: the next kernel may read the chosen experts as it begins.
+        # Waits first, since the next kernel may read the chosen experts as it begins.
         wait_for_inputs()
         launch_dependents()
         expert = gl.load(experts + number).to(gl.int64)
         row_blocks = parts.load_row(hidden + number // SHAPE.top_k * stride, SHAPE)
-        # The expert and the row are asked for ahead of this barrier: compilers would ask for the
-        # row where it is needed.
+        # The barrier keeps the loads of the expert and the row ahead of it: the compiler would load
+        # the row where it is used.
         thread_barrier()
         kept, sums = parts.keep_blocks(row_blocks)
         numbers += expert * (HALVES * SHAPE.outputs * SHAPE.blocks * _BLOCK)

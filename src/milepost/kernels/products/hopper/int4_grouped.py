@@ -38,7 +38,7 @@ from milepost.kernels.products.run import RoutedRows
 _STAGES = {64: 6, 128: 4}
 """Stages by the rows of a block: as many as fit shared memory."""
 _SOME_ROWS = 48
-"""Most rows per expert for which blocks have 64 rows."""
+"""Largest number of rows per expert for which blocks have 64 rows."""
 _ROWS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Layout of products [N, M] on their way to memory, where a row's outputs lie side by side."""
@@ -243,7 +243,7 @@ def _multiply(
         product = warpgroup_mma(left, rows, second, is_async=True)
         left = int4.unpack_pairs(packed, (scales[1], zeros[1]), 1, TYPE, dtype, WIDTH, SHAPE)
         second = warpgroup_mma_wait(0, [product])
-        # The next step; after the last one the same once more, for nothing.
+        # The next step; after the last, the same one again, whose result is not used.
         number += gl.where(step + 1 < STEPS, 1, 0)
         next_box = 2 * wait_loaded(bars, number)
         scales, zeros = next_scales, next_zeros

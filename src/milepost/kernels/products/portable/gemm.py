@@ -90,7 +90,7 @@ def _gemm_kernel(
     if bias is not None:
         b_bias = tl.load(bias + o_n, mask=is_column & (split == 0), other=0.0).to(tl.float32)
     target = (split.to(tl.int64) * num_rows + o_m) * output_stride
-    # Sums of quantised weights are turned once they are scaled, and those of raw ones are not.
+    # Sums of quantised weights are transposed after scaling; those of raw weights are not.
     if SHAPE.is_swapped and weight.scales is None:
         if b_bias is not None:
             acc += b_bias[:, None]
@@ -109,7 +109,7 @@ def _gemm_kernel(
 
 def add_up(partials: Tensor, dtype: torch.dtype, output: Tensor | None = None) -> Tensor:
     """Adds up split-K partials [T, S, O] from `run` and returns them as `dtype` [T, O], in `output`
-    if given, whose rows may lie apart."""
+    if given, whose rows may be strided."""
     num_tokens, split_k, num_outputs = partials.shape
     if output is None:
         output = torch.empty(num_tokens, num_outputs, dtype=dtype, device=partials.device)

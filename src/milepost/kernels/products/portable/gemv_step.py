@@ -42,7 +42,7 @@ def multiply_raw(p_x, weight, expert, column, SHAPE: tl.constexpr, EARLY: tl.con
     BLOCK_K: tl.constexpr = SHAPE.block_k
     o_k = tl.arange(0, BLOCK_K)
     p_gate = find_row(weight, expert, column, SHAPE)[0][:, None] + o_k[None, :]
-    # Up rows stand after the gates'.
+    # Rows of the up projection follow those of the gate.
     p_up = p_gate
     if SHAPE.is_gated:
         p_up += SHAPE.outputs * SHAPE.inputs

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from milepost.kernels.products.table import Product
 
 _NARROW_INPUTS = 128
-"""Most inputs of a raw GEMV that narrow programs take in one step."""
+"""Largest number of inputs of a raw GEMV that narrow programs take in one step."""
 _MANY_OUTPUTS = 4096
 """Fewest outputs that programs with half as many threads read faster."""
 
@@ -44,7 +44,7 @@ class GemvTiles(NamedTuple):
 
 _NARROW = GemvTiles(block_n=32, block_k=_NARROW_INPUTS, num_warps=4)
 _GEMV_INPUTS = 2048
-"""Most inputs of a step."""
+"""Largest number of inputs of a step."""
 _SMALL, _SMALL_EXPERT = 1 << 24, 1024
 """Fewest weights of a large matrix, and the largest size of a small expert."""
 _WEIGHTS, _FEW_WEIGHTS = 1 << 15, 1 << 14
@@ -56,11 +56,11 @@ _FOUR_BIT_INPUTS, _FOUR_BIT_OUTPUTS, _EXPERT_OUTPUTS = 1024, 4, 8
 """Inputs of a warp's step in four bits, at most, and outputs of a program, of experts' last
 projections more: a thread multiplies its part of the row by all of these."""
 _MOST_WARPS, _LEAST_WARPS = 4, 8
-"""Most warps of a program in four bits; and the fewest warps of an SM: below, programs get more
-warps or fewer outputs."""
+"""Largest number of warps of a program in four bits; and the fewest warps of an SM: below, programs
+get more warps or fewer outputs."""
 _MOST_AHEAD, _MOST_WEIGHTS_AHEAD = 40 * 8, 1 << 26
-"""Most weights in four bits of a thread that there are registers for, and weights of a matrix from
-which on programs hide each other's waits."""
+"""Largest number of weights in four bits of a thread that there are registers for, and weights of a
+matrix from which on programs hide each other's waits."""
 
 
 def cut_gemv(product: Product, chip: Chip) -> GemvTiles:

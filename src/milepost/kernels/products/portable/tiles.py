@@ -124,7 +124,8 @@ _EIGHT, _SIXTEEN, _THIRTY_TWO = make_tiles(8, 128, 8, 3), make_tiles(16, 128, 8)
 _SIXTY_FOUR, _SIXTY_FOUR_SPLIT = make_tiles(64, 64, 4, 3), make_tiles(64, 128, 8, 3)
 """Tiles of four-bit weights, by their number of rows; the last ones are for split-K."""
 _SPLIT_OUTPUTS = 4096
-"""Most outputs of weights in four bits, or in FP8, that are multiplied with split-K."""
+"""Largest number of outputs of weights in four bits, or in FP8, that are multiplied with
+split-K."""
 _WIDE = replace(make_tiles(64, 128, 4, 3), is_swapped=False, scales_first=True)
 _WIDE_UNITS = 4 * BLOCK
 _FEW_EXPERT = make_tiles(8, 64, 4), make_tiles(8, 128, 4)
@@ -134,7 +135,8 @@ _MANY_OUTPUTS, _OF_MANY, _OF_MANY_GROUPS = 16384, make_tiles(16, 64, 2), make_ti
 """Fewest outputs for which nine to sixteen rows of Int4 get narrow tiles: one tile of all rows,
 whose weights are unpacked once, or two where groups are so small that weights are scaled first."""
 _FEW_EACH = 6
-"""Most rows per expert, on average, for tiles of eight rows: more rows would need two tiles."""
+"""Largest number of rows per expert, on average, for tiles of eight rows: more rows would need two
+tiles."""
 
 
 def choose_gemm(num_rows: float, weight: Matrix, chip: Chip) -> Tiles:

@@ -125,7 +125,7 @@ def _decode_kernel(inputs, weights, steps, lines, arrivals, output, num_units, F
             p_arrivals = arrivals + i_n * KEY_HEADS + i_h
             arrived = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu")
         for i_m in gl.static_range(EACH):
-            head, i_hv = ValueHead(*heads[i_m]), i_first + i_m  # sums of tuples lose their names
+            head, i_hv = ValueHead(*heads[i_m]), i_first + i_m  # adding tuples loses field names
             window_v = Window(*head.window)
             b_v = gl.convert_layout(convolve(window_v, TAPS), gl.SliceLayout(0, STATE))
             keep_window(window_v, p_conv, 2 * KEY_HEADS + i_hv, is_real, SIZE, TAPS)

@@ -61,7 +61,7 @@ _BY_LINE = gl.constexpr(
 _PROGRAMS, _STAGES = 2, 2
 """Programs per SM, and places for states in each."""
 _MOST_HEADS = 8
-"""Most heads that a program takes one after the other."""
+"""Largest number of heads that a program takes one after the other."""
 
 
 def run(mixer: Mixer, steps: DecodingSteps, output: Tensor) -> None:
@@ -268,7 +268,7 @@ def _pass_tokens(tokens, state, own, at, FORM: gl.constexpr):
 def _read_columns(state, x):
     """Returns what `x` [1, K] reads of a state [P, K]: [P], added up as in `states.read_rows`."""
     column = gl.arange(0, state.shape[1], layout=gl.SliceLayout(0, _STATE))[None, :]
-    begins = column & 99 == 0  # of all threads' first columns
+    begins = column & 99 == 0  # each thread's first column
     rounded = gl.fma(state, x, gl.zeros_like(state))
     return gl.sum(gl.where(begins, rounded, state * x), 1)
 

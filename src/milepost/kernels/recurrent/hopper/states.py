@@ -29,7 +29,7 @@ STATE_SIZE = 128
 _LINE = 32
 """Numbers of a line: 128 bytes, the widest that TMA swizzles."""
 MOST_AT_ONCE = 8
-"""Most tokens whose inputs a thread holds at a time."""
+"""Largest number of tokens whose inputs a thread holds at a time."""
 _BOX = 256
 """Lines that TMA copies at a time, its maximum."""
 
@@ -96,7 +96,7 @@ class StepForm(NamedTuple):
     stages: int
     """Places for states in a program."""
     places: int = 1
-    """Most tokens of a sequence."""
+    """Largest number of tokens of a sequence."""
     at_once: int = 1
     """Tokens whose inputs a thread holds at a time."""
 

@@ -158,8 +158,8 @@ def _take_channels(at, sums, o_t, o_k, in_chunk, rate, signs, FORM: tl.constexpr
     b_q = tl.load(p_q, in_k, 0)
     b_k = tl.load(p_k, in_k, 0)
     b_f += tl.load(at.decay_bias + o_k, is_k, 0)[None, :]
-    # Log decays, of base 2: those of tokens, of both halves of the chunk, and from the first one's
-    # end on.
+    # Log decays, base 2: of each token, of each half of the chunk, and relative to the end of the
+    # first half.
     b_a = _log_decays(rate, b_f, in_k, FORM)
     b_before = tl.sum(tl.where(is_first[:, None], b_a, 0), 0)
     b_after = tl.sum(tl.where(is_first[:, None], 0, b_a), 0)

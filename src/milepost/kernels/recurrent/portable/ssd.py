@@ -26,7 +26,7 @@ _HEADS = 8
 _ROWS = 64
 """Tokens of a program that makes outputs, and the widest tiles in float32."""
 _MOST_HEADS = 8
-"""Most heads of a program that makes outputs."""
+"""Largest number of heads of a program that makes outputs."""
 _COLUMNS = 32
 """State columns of a program; twice as many in float32."""
 _WARPS, _STAGES = 4, 3
