@@ -77,7 +77,7 @@ def _is_longer(value: Any, limit: int) -> bool:
         if isinstance(item, str):
             limit -= len(item)
         elif isinstance(item, Mapping):
-            limit -= 6 * len(item)  # "": , of each
+            limit -= 6 * len(item)  # two quotes, ": " and ", "
             todo += [*item, *item.values()] if limit >= 0 else ()
         elif isinstance(item, Sequence):
             limit -= 2 * len(item)

@@ -59,10 +59,10 @@ class PromptReader:
             raise InvalidRequestError(
                 "chat needs a tokenizer, and skip_tokenizer_init=True loaded none"
             )
-        told, images = images_of(messages)
+        plain, images = images_of(messages)
         media = self._images.prepare(images, options.get("mm_processor_kwargs"))
         given = {**compose_options(options), "image_texts": [] if media is None else media.texts}
-        composed = chat.compose(tokenizer, told, check=check_unicode, **given)
+        composed = chat.compose(tokenizer, plain, check=check_unicode, **given)
         with self._tokenizing:
             rendered = chat.tokenized(tokenizer, composed)
         most = self._config.max_cache_marks

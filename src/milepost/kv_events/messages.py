@@ -50,7 +50,9 @@ class MessageWriter:
         """Yields the payloads of the messages that report these events to routers."""
         found: list[object] = []
         num_blocks = 0
-        for kind, fields in (told for event in events for told in self._told(event)):
+        for kind, fields in (
+            message for event in events for message in self._message_events(event)
+        ):
             size = len(fields.get("block_hashes", ()))
             if len(found) == MAX_EVENTS or num_blocks + size > MAX_BLOCKS:
                 yield _ENCODER.encode([now_s, found, 0])
@@ -60,7 +62,7 @@ class MessageWriter:
         if found:
             yield _ENCODER.encode([now_s, found, 0])
 
-    def _told(self, event: Event) -> Iterator[tuple[str, _Fields]]:
+    def _message_events(self, event: Event) -> Iterator[tuple[str, _Fields]]:
         """Yields type and fields of each message event for one event of the cache."""
         match event:
             case PagesReachable(is_salted=False):
@@ -69,15 +71,15 @@ class MessageWriter:
                 for first in range(0, len(keys), MAX_BLOCKS):
                     yield "BlockStored", self._stored(event, first, keys)
             case PagesUnreachable():
-                told = self._announced[event.where]
-                keys = [key for key in event.keys if key in told]
+                announced = self._announced[event.where]
+                keys = [key for key in event.keys if key in announced]
                 for key in keys:
-                    del told[key]
+                    del announced[key]
                 yield from self._removed(event.where, keys)
             case Cleared():
-                for where, told in self._announced.items():
-                    yield from self._removed(where, list(told))
-                    told.clear()
+                for where, announced in self._announced.items():
+                    yield from self._removed(where, list(announced))
+                    announced.clear()
                 yield "AllBlocksCleared", {}
 
     def _removed(self, where: Where, keys: Sequence[bytes]) -> Iterator[tuple[str, _Fields]]:

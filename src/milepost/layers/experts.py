@@ -226,7 +226,7 @@ class Experts(nn.Module):
         placements = {}
         for tensor, slot in self._stack(each).items():
             path = self.scope.full(f"{each.name}{tensor.removeprefix('weight')}")
-            axes = each.weight.axes[tensor].behind(1)
+            axes = each.weight.axes[tensor].stacked(1)
             placed = cut_one(slot, axes.outputs, each.outputs, path)
             placed = cut_one(placed, axes.inputs, each.inputs, path)
             placements[path] = cut_all(placed, self.sizes.experts)

@@ -75,10 +75,12 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _read_index(folder: Path, index: Path) -> dict[str, Path]:
     with reading(index, WeightsError):
-        named = read_object(index, WeightsError).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(f, str) for f in named.values()):
+        weight_map = read_object(index, WeightsError).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(f, str) for f in weight_map.values()
+        ):
             raise WeightsError(f"{index}: weight_map is no object of files' names")
-        files = {file: folder / file for file in set(named.values())}
+        files = {file: folder / file for file in set(weight_map.values())}
         for file in files:
             if not file or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
                 raise WeightsError(
@@ -87,7 +89,7 @@ def _read_index(folder: Path, index: Path) -> dict[str, Path]:
             # Both calls raise for a name that no file can have.
             os.fsencode(file)
             files[file].exists()
-    return {name: files[file] for name, file in named.items()}
+    return {name: files[file] for name, file in weight_map.items()}
 
 
 @contextmanager

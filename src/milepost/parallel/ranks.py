@@ -192,7 +192,7 @@ class Axes:
     outputs: tuple[int, int] | None = (0, 1)
     inputs: tuple[int, int] | None = (1, 1)
 
-    def behind(self, num_dims: int) -> Axes:
+    def stacked(self, num_dims: int) -> Axes:
         """Returns the axes of a stack of such tensors, which has `num_dims` more dimensions in
         front."""
         outputs, inputs = (

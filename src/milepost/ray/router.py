@@ -67,7 +67,7 @@ class CostRouter(RequestRouter):
 
         chosen = sorted(shuffled, key=rank)
         if pending_request is not None and chosen:
-            self._note(pending_request, chosen[0])
+            self._count_waiting(pending_request, chosen[0])
         return [[replica] for replica in chosen]
 
     def on_request_routed(
@@ -78,14 +78,14 @@ class CostRouter(RequestRouter):
     ) -> None:
         replica = self.curr_replicas.get(replica_id)
         if replica is not None:
-            self._note(pending_request, replica)
+            self._count_waiting(pending_request, replica)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         choice = self._choices.get(internal_request_id)
         if choice is not None and choice.replica_id == replica_id:
             del self._choices[internal_request_id]
 
-    def _note(self, request: PendingRequest, replica: RunningReplica) -> None:
+    def _count_waiting(self, request: PendingRequest, replica: RunningReplica) -> None:
         """Counts a request's tokens as waiting at a replica, since other requests are routed before
         it has been sent.
         """

@@ -207,7 +207,7 @@ class Encoders:
         return num_parts == 1
 
     def _run(self, picture: Picture, first: int, end: int, num_parts: int) -> None:
-        """Have the step run some of the parts of a picture."""
+        """Has the step run some of the parts of a picture."""
         work = self._cost.of(picture) * (end - first) / num_parts
         self._left -= work
         if self._share < math.inf:

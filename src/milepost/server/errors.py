@@ -258,10 +258,10 @@ def body_for(path: str, error: Exception) -> dict[str, Any]:
     belongs to."""
     api = next((api for api in _NAMED if path.startswith(api)), "")
     body = anthropic_body_of(error) if api == "/v1/messages" else body_of(error)
-    told = body["error"]
+    fields = body["error"]
     for name, named in _NAMED.get(api, {}).items():
-        if told["message"].startswith(f"{name}: "):
-            told["message"] = named + told["message"].removeprefix(name)
-        if told.get("param") == name:
-            told["param"] = named
+        if fields["message"].startswith(f"{name}: "):
+            fields["message"] = named + fields["message"].removeprefix(name)
+        if fields.get("param") == name:
+            fields["param"] = named
     return body

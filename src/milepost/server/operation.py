@@ -103,8 +103,8 @@ def _add_info(app: FastAPI, service: Service) -> None:
             return {}
         names = ("endpoint", "replay_endpoint", "topic", "hwm", "buffer_steps", "publisher")
         source = {name: getattr(config, name) for name in names}
-        form = {"encoding": "msgpack", "schema_version": 1, "enable_kv_cache_events": True}
-        return {"0": {**source, **form}}
+        encoding = {"encoding": "msgpack", "schema_version": 1, "enable_kv_cache_events": True}
+        return {"0": {**source, **encoding}}
 
 
 def _info(service: Service) -> dict[str, Any]:

@@ -193,11 +193,11 @@ class Service:
             "continue_final_message": bool(body.continue_final_message),
         }
         with naming("messages"):
-            told, images = await self.large.run(lambda: images_of(messages), size)
+            plain, images = await self.large.run(lambda: images_of(messages), size)
             media = await self._images.prepare(images, body.mm_processor_kwargs)
             options["image_texts"] = [] if media is None else media.texts
-            size = await self.large.run(lambda: text_length([told, options]), size)
-            rendered = await self.encoder.encode_chat(told, size, options, is_cut=is_cut)
+            size = await self.large.run(lambda: text_length([plain, options]), size)
+            rendered = await self.encoder.encode_chat(plain, size, options, is_cut=is_cut)
             return rendered if media is None else media.put_in(rendered)
 
     async def token_bytes(self) -> TokenBytes:

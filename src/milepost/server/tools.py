@@ -39,14 +39,14 @@ def read_arguments(given: Any) -> tuple[dict[str, Any], bool]:
     try:
         found = read_json(given.encode(), allows_nan=True)
     except ValueError:
-        found = _as_far_as_it_goes(given)
+        found = _partial_json(given)
         return (found if isinstance(found, dict) else {}), True
     if isinstance(found, dict):
         return found, False
     return (read_arguments(found)[0] if isinstance(found, str) and found else {}), True
 
 
-def _as_far_as_it_goes(text: str) -> Any:
+def _partial_json(text: str) -> Any:
     escaped = _STRING.sub(lambda match: _CONTROL.sub(_escape, match.group()), text)
     try:
         return from_json(escaped, allow_partial="trailing-strings")

@@ -200,8 +200,8 @@ def problem_of(matcher: Any) -> str | None:
     line = _first_line(matcher.get_error().removeprefix("Parser Error: "))
     if line == "NoExtensionBias":
         return "no text completes it: does it refer to itself without an end, as #: {$ref: #} does?"
-    told = {str(limit): name for name, limit in LIMITS.items()} | _TOLD_BY
-    names = [name for sign, name in told.items() if sign in line]
+    limits = {str(limit): name for name, limit in LIMITS.items()} | _TOLD_BY
+    names = [name for sign, name in limits.items() if sign in line]
     if names:
         return f"too complex: {line} ({names[0]})"
     is_bound = any(word in line for word in ("too many", "max is", "too large", "limit"))

@@ -79,10 +79,10 @@ class Tiering(OffDevice):
         self._flush_until(inf)
 
     def _flush_until(self, end_s: float) -> None:
-        while (self.transfers.is_busy or self._goes_down()) and perf_counter() < end_s:
+        while (self.transfers.is_busy or self._continue_storing()) and perf_counter() < end_s:
             self.transfers.wait(0.01)
 
-    def _goes_down(self) -> bool:
+    def _continue_storing(self) -> bool:
         self.do_idle_work()
         return self.transfers.is_busy or self._scheduler.outside.has_stores
 

@@ -86,7 +86,7 @@ class Encoder:
         result = await self._encode_here(here, texts, size, is_cut=is_cut)
         if result is not None:
             return result
-        encoded = await self._encode_apart(
+        encoded = await self._encode_in_process(
             [Text(text) for text in texts], is_cut=is_cut, add_special_tokens=add_special_tokens
         )
         return [one.token_ids for one in encoded]
@@ -162,10 +162,10 @@ class Encoder:
         if prompt is not None:
             return prompt
         texts = list(map(Text, pieces, composed.places()))
-        encoded = await self._encode_apart(texts, is_cut=is_cut, add_special_tokens=False)
+        encoded = await self._encode_in_process(texts, is_cut=is_cut, add_special_tokens=False)
         return composed.prompt([(one.token_ids, one.counts) for one in encoded])
 
-    async def _encode_apart(
+    async def _encode_in_process(
         self, texts: Sequence[Text], *, is_cut: bool, add_special_tokens: bool
     ) -> list[Encoded]:
         """Returns the tokens of long texts. With `is_cut` they may be too long for the model."""

@@ -90,13 +90,13 @@ def _load(source: str, folder: Path, **options: str | None) -> PreTrainedTokeniz
     known: dict[str, Any] = {}
     if (folder / _CONFIG).exists():
         # transformers would read all of it, which may be made to take for ever, to find its type.
-        told = read_object(folder / _CONFIG)
-        model_type = str(told.get("model_type"))
+        settings = read_object(folder / _CONFIG)
+        model_type = str(settings.get("model_type"))
         is_known = model_type in CONFIG_MAPPING
         config = CONFIG_MAPPING[model_type]() if is_known else PreTrainedConfig()
         config.name_or_path = source
-        if isinstance(told.get("tokenizer_class"), str):
-            config.tokenizer_class = told["tokenizer_class"]
+        if isinstance(settings.get("tokenizer_class"), str):
+            config.tokenizer_class = settings["tokenizer_class"]
         known["config"] = config
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **known, **options)
 
@@ -117,8 +117,8 @@ def _check(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a tokenizer that would fail with the first request. Disables
     truncation and padding, which a vocabulary's file may ask for."""
     template = tokenizer.chat_template
-    named = template.values() if isinstance(template, dict) else [template]
-    for each in named:
+    templates = template.values() if isinstance(template, dict) else [template]
+    for each in templates:
         if not isinstance(each, str | None):
             raise ConfigError(f"chat_template is {type(each).__name__}: it should be text")
     backend = getattr(tokenizer, "backend_tokenizer", None)

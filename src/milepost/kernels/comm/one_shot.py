@@ -202,6 +202,6 @@ def _exchange(b_own, memory, i_slot, turn, SIZES: tl.constexpr):
 def wait_for_turn(signal, turn):
     """Waits until another rank has signalled this turn, and so written everything before it."""
     # A difference, since turns wrap around.
-    behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-    while behind > 0:
-        behind = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    lag = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    while lag > 0:
+        lag = turn - tl.atomic_add(signal, 0, sem="acquire", scope="sys")

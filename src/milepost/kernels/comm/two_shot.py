@@ -124,7 +124,7 @@ def _receive(
     SIZES: tl.constexpr,
 ):
     """Waits for a sender's row, and returns it."""
-    wait_for_turn(_heard(memory, which, sender, i_place, SIZES.rank, SIZES), turn)
+    wait_for_turn(_signal_address(memory, which, sender, i_place, SIZES.rank, SIZES), turn)
     p_sent = _row_address(memory, SIZES.rank, which, sender, i_place, element, SIZES)
     return tl.load(p_sent + o_h, mask=o_h < SIZES.size, other=0.0, cache_modifier=".cg")
 
@@ -146,7 +146,7 @@ def _row_address(
 
 
 @triton.jit
-def _heard(
+def _signal_address(
     memory,
     which: tl.constexpr,
     sender: tl.constexpr,
@@ -162,5 +162,5 @@ def _heard(
 @triton.jit
 def _signal(memory, rank: tl.constexpr, which: tl.constexpr, i_place, turn, SIZES: tl.constexpr):
     """Signals a rank that what is sent to it has arrived."""
-    p_theirs = _heard(memory, which, SIZES.rank, i_place, rank, SIZES)
+    p_theirs = _signal_address(memory, which, SIZES.rank, i_place, rank, SIZES)
     tl.atomic_xchg(p_theirs, turn, sem="release", scope="sys")

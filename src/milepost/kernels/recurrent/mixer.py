@@ -86,7 +86,7 @@ class MixerSizes(NamedTuple):
         return self.units * self.shared if self.norms_heads else self.width
 
     @property
-    def first_own(self) -> int:
+    def first_value(self) -> int:
         """First channel of values (x)."""
         return 2 * self.units * self.shared if self.norms_heads else 0
 

@@ -89,7 +89,7 @@ def find_recorded(batch: Batch, *, in_slots: bool) -> Ints:
 
 def _lay_out_records(batch: Batch, num_taps: int, *, in_slots: bool) -> RecordedTaps:
     width, rows, recorded = num_taps - 1, batch.record_rows, find_recorded(batch, in_slots=in_slots)
-    assert in_slots or batch.recorded is not None, "V1: only who keeps records verifies"
+    assert in_slots or batch.recorded is not None, "V1: a step verifies only with records"
     drafts, inputs = num_drafts(batch), np.arange(width)
     assert ((rows >= 0) | ((recorded < 0) & (drafts == 0))).all(), "V2: who records has a row"
     again = np.flatnonzero(recorded >= 0)
@@ -160,14 +160,14 @@ def mix(
     records: Tensor | None = None,
 ) -> Tensor:
     """See `short_conv.mix`."""
-    before, behind, x = projected.chunk(3, -1)
+    before, after, x = projected.chunk(3, -1)
     inputs, windows, own = before * x, rows.windows, rows.records
     states = pool.index_select(0, rows.rows_in).transpose(1, 2)
     if own is not None:
-        assert records is not None, "V1: only who keeps records verifies"
+        assert records is not None, "V1: a step verifies only with records"
         states[own.again] = records[own.read]
     extended = conv.extend(inputs, states, windows)
     pool[windows.export_slots] = extended[windows.kept].transpose(1, 2)
     if own is not None and records is not None:
         records[own.recorded] = extended[own.sources]
-    return cast(conv.convolve(extended, weight, bias, windows), inputs.dtype).mul_(behind)
+    return cast(conv.convolve(extended, weight, bias, windows), inputs.dtype).mul_(after)

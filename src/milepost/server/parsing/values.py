@@ -65,7 +65,7 @@ class Value:
         found = None if self.is_text else literal(text)
         if found is None or not found.is_whole:
             return quoted(text)
-        if self._takes(found.json) and (found.is_exact or not self._strings):
+        if self._allows(found.json) and (found.is_exact or not self._strings):
             return found.json
         return found.json if found.is_exact and not self._strings else quoted(text)
 
@@ -73,14 +73,14 @@ class Value:
         """Returns the JSON of a literal, whose quotes say whether it is a string; a text that is no
         literal becomes a string. With `is_cut`, an unfinished literal stays unfinished."""
         found = literal(text, is_python=True, is_cut=is_cut)
-        if found is not None and (found.is_exact or not found.is_whole or self._takes(found.json)):
+        if found is not None and (found.is_exact or not found.is_whole or self._allows(found.json)):
             return found.json
         text = text.strip()
         if not is_cut:
             return quoted(text)
         return quoted(text)[:-1] if text else ""
 
-    def _takes(self, text: str) -> bool:
+    def _allows(self, text: str) -> bool:
         """Returns whether a JSON text is an allowed value other than a string."""
         value = loaded(text)
         return any(_fits(value, leaf) for leaf in self._others) and (

@@ -50,7 +50,7 @@ class ResponseStore:
         return self._stored.get((owner, id_))
 
     def find(self, owner: str, id_: str, field: str = "response_id") -> StoredResponse:
-        """Returns a stored response, whose id is in this field. Raises HttpError 404."""
+        """Returns a stored response, owner_of_oldest id is in this field. Raises HttpError 404."""
         stored = self.get(owner, id_)
         if stored is None:
             raise _no_such(id_, field)
@@ -62,8 +62,8 @@ class ResponseStore:
         self.items |= {(owner, item.id): item for item in stored.said}
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
-            (whose, _), oldest = self._stored.popitem(last=False)
-            self._forget(whose, oldest)
+            (owner_of_oldest, _), oldest = self._stored.popitem(last=False)
+            self._forget(owner_of_oldest, oldest)
 
     def delete(self, owner: str, id_: str) -> None:
         """Deletes a stored response. Raises HttpError 404."""

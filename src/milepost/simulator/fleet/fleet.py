@@ -109,8 +109,8 @@ class Fleet:
         ]
         self.engines = engines
         self._front = EnginePool(engines[: shape.num_prefill] or engines, routing)
-        behind = engines[shape.num_prefill :]
-        self._back = EnginePool(behind, routing) if shape.num_prefill else None
+        decoding = engines[shape.num_prefill :]
+        self._back = EnginePool(decoding, routing) if shape.num_prefill else None
         self._trace, self._page_size, self._cost = trace, trace.page_size, cost
         self._digests = trace.digests()
         self._clients = Clients(trace, closed=closed, patience=patience)

@@ -204,8 +204,8 @@ def load_scales(p_row, i_k, SHAPE: tl.constexpr):
             place += 2 * tl.arange(0, SHAPE.block_k // (2 * SHAPE.group))[None, :]
             p_scale, p_zero = p_scale[:, None], p_zero[:, None]
         for half in tl.static_range(2):
-            both = place + (half if SHAPE.group < SHAPE.block_k else 0)
-            scales += (tl.load(p_scale + both), tl.load(p_zero + both))
+            offset = place + (half if SHAPE.group < SHAPE.block_k else 0)
+            scales += (tl.load(p_scale + offset), tl.load(p_zero + offset))
         return scales
     elif SHAPE.group < 0:
         GROUPS: tl.constexpr = SHAPE.block_k // (2 * -SHAPE.group)

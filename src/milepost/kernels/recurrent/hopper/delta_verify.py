@@ -130,8 +130,8 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
     for unit in range(work.first, num_units, work.stride):
         sequence, key_head = unit // KEY_HEADS, unit % KEY_HEADS
         stream, first_token, target = open_stream(inputs.mixed, steps.records, sequences, sequence)
-        betas = _beside(stream, inputs.strengths, first_token)
-        decays = _beside(stream, inputs.decays, first_token)
+        betas = _other_columns(stream, inputs.strengths, first_token)
+        decays = _other_columns(stream, inputs.decays, first_token)
         read = conv.base + gl.load(sequences.slot_in + sequence).to(gl.int64) * conv.stride
         kept = conv.base + target.to(gl.int64) * conv.stride
         own = UnitTokens(stream, betas, decays, read, kept, weights, rows, columns)
@@ -158,7 +158,7 @@ def _verify_kernel(inputs, weights, steps, lines, output, num_units, FORM: gl.co
 
 
 @gluon.jit
-def _beside(stream, rows, first_token):
+def _other_columns(stream, rows, first_token):
     """Returns the `TokenStream` of other columns of the same tokens."""
     new = rows.base + first_token * rows.stride
     folded = stream.folded + rows.recorded

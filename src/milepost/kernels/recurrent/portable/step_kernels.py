@@ -56,7 +56,7 @@ def convolve_kernel(inputs, weights, steps, mixed, places, SIZES: tl.constexpr):
     written = tl.load(sequences.slot_out + i_sequence).to(tl.int64)
     if written < 0:
         return
-    first = SIZES.first_own + (i_vector - 2 * SIZES.units) * SIZES.own
+    first = SIZES.first_value + (i_vector - 2 * SIZES.units) * SIZES.own
     size = SIZES.own
     if i_vector < 2 * SIZES.units:
         first = SIZES.first_write + (i_vector - SIZES.units) * SIZES.shared
@@ -213,7 +213,7 @@ def _load_vectors(p_place, i_unit, o_s, is_s, o_output, is_own, SIZES: tl.conste
     return Vectors(
         tl.load(p_shared + SIZES.first_read, is_s, 0),
         tl.load(p_shared + SIZES.first_write, is_s, 0),
-        tl.load(p_place + SIZES.first_own + o_output, is_own, 0),
+        tl.load(p_place + SIZES.first_value + o_output, is_own, 0),
     )
 
 

@@ -102,7 +102,7 @@ def _prepare(
 
 def _split(sizes: MixerSizes, inputs: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries and keys [T, 2, G, K], values [T, V, W]."""
-    query_key, value = inputs.tensor_split((sizes.first_own,), -1)
+    query_key, value = inputs.tensor_split((sizes.first_value,), -1)
     query_key = query_key.unflatten(-1, (2, sizes.units, sizes.shared))
     return query_key, value.unflatten(-1, (sizes.heads, sizes.own))
 
