@@ -1,5 +1,5 @@
 """The annexes: parts that the core runs without. No module of the core imports one; whoever needs
-one asks for it here, by name, at the moment of need. `milepost.ray` is one that nobody asks for.
+one asks for it here, by name, at the moment of need. The core never asks for `milepost.ray`.
 """
 
 from __future__ import annotations

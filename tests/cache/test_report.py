@@ -14,7 +14,7 @@ def test_summary_names_the_losses_largest_first():
     text = str(report(1472, {Lost.GRID: 28, Lost.UNSEEN: 700, Lost.KV_EVICTED: 0}))
     assert text == (
         "1472 of 2200 prompt tokens from the cache; "
-        "computed 728: 700 not seen before, 28 after the last place where a state is kept"
+        "computed 728: 700 not seen before, 28 after the last saved state"
     )
 
 

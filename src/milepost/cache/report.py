@@ -33,7 +33,7 @@ class Lost(StrEnum):
     """The state after these tokens was evicted, or had to make room for the request itself."""
     NO_CHECKPOINT = "no_checkpoint", "without a saved state"
     """Their KV is cached, but no state had been kept after them. One is kept from now on."""
-    GRID = "grid", "after the last place where a state is kept"
+    GRID = "grid", "after the last saved state"
     """Seen before, but after the last position at which a state is kept."""
     UNDER_PAGE = "under_page", "too few to fill a page"
     """Seen before, but less than a page, and too few tokens to keep a state for."""

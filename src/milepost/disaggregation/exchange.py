@@ -113,7 +113,7 @@ class Exchange(OffDevice):
             group.kv_transfer_params = self.connector.lend(chain)
 
     def metrics(self) -> list[Metric]:
-        """Returns counters of what was fetched and lent."""
+        """Returns counters of fetches and loans."""
         counters = self.connector.counters.items()
         return [Metric(name=f"milepost:{name}", value=value) for name, value in counters]
 

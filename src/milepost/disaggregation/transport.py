@@ -70,7 +70,7 @@ class Transport:
         """
 
     def end_loan(self, lease: str) -> None:
-        """Ends a loan: nobody reads under it any more, as far as the transport can prevent it."""
+        """Ends a loan: it can no longer be read, as far as the transport can prevent that."""
 
     def close(self) -> None:
         """Ends the transport."""

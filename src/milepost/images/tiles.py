@@ -1,5 +1,5 @@
-"""Cuts large pictures into tiles, as LFM2-VL reads them: a grid of squares, and the whole picture
-once more, made small. Small pictures are one tile of their own shape.
+"""Cuts large pictures into tiles, as LFM2-VL reads them: a grid of squares, and a small copy of the
+whole picture. Small pictures are one tile of their own shape.
 
 A tile is a picture of its own to the tower and to the cache. In a prompt a label stands before
 each.

@@ -80,8 +80,8 @@ class Keeper(Protocol):
         ...
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns the events of what is kept since the last call; none unless there is
-        a listener."""
+        """Returns the events of stored items since the last call; none unless there is a
+        listener."""
         ...
 
     def take_stores(self, num_moves: int) -> tuple[Store, ...]:

@@ -56,8 +56,8 @@ _IDS_AT_ONCE = 2**16
 
 
 def _are_token_ids(value: Any) -> bool:
-    """Whether a value is a list of what token ids can be. Other threads need not wait for all of
-    it, as they would if pydantic checked it."""
+    """Whether a value is a list of possible token ids. Other threads need not wait for all of it,
+    as they would if pydantic checked it."""
     if type(value) is not list or not value:
         return False
     try:

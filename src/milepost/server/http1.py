@@ -122,8 +122,8 @@ class Lingering:
 
 
 class ReaderWatch:
-    """Drops a client that reads nothing of what waits for it, for `limit_s`. What waits was written
-    at once, so it only gets less while the client reads."""
+    """Drops a client that reads nothing of its pending output for `limit_s`. That output was
+    written at once, so it only shrinks while the client reads."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float) -> None:
         self._transport, self._limit_s = transport, limit_s

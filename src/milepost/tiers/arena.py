@@ -98,7 +98,7 @@ def device_memory(pools: Pools, windows_each: int = 0) -> Arena:
 
 
 def _shapes(memory: Arena) -> Iterator[tuple[bool, list[tuple[tuple[int, ...], torch.dtype]]]]:
-    """Yields the shapes and types of what a place for pages holds, then of one for states."""
+    """Yields the shapes and types of the tensors in a place for pages, then in one for states."""
     yield False, [(tuple(part.shape[1:]), part.dtype) for part in memory.pages.tensors]
     kinds = [(tuple(part.shape[1:]), part.dtype) for part in memory.states.tensors]
     if memory.windows is not None:

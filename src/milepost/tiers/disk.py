@@ -186,8 +186,8 @@ class Disk:
         return all(self._outcomes.result(future, False) for future in futures)
 
     def _is_cancelled(self, futures: list[Future[bool]]) -> bool:
-        """Cancels an operation if possible. Returns whether nobody will do it; commands already
-        sent to other ranks cannot be cancelled.
+        """Cancels an operation if possible. Returns whether it will not run; commands already sent
+        to other ranks cannot be cancelled.
         """
         return len(futures) == 1 and futures[0].cancel()
 

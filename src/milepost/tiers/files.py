@@ -55,7 +55,7 @@ class Files:
         self._held: dict[str, set[str]] = {}
         """Maps a folder to the files that were there at the last scan."""
         self._undeleted: deque[FileName] = deque()
-        """Files that could not be deleted, or not be opened for a moment; nobody counts them."""
+        """Files that could not be deleted, or not be opened for a moment; they are not counted."""
         self._folders = cycle([f"{number:02x}" for number in range(NUM_FOLDERS)])
         self._complained: set[str] = set()
 

@@ -192,7 +192,7 @@ class TierTransfers:
 
     def end_loads(self) -> None:
         """Waits until no copy is running: all loads have arrived or failed. Stores on their way are
-        dropped, since nobody knows which contents they copied.
+        dropped, since it is unknown which contents they copied.
         """
         while self._loading:
             for loading in self._loading:

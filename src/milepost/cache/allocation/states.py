@@ -136,7 +136,7 @@ class Allocation:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether a step in flight verifies drafts. Until it is over, nobody knows where the next
+        """Whether a step in flight verifies drafts. Until it is over, it is unknown where the next
         step begins."""
         return self.kv_length > self.planned
 

@@ -20,8 +20,8 @@ from milepost.cache.plans import HOLE, PageCopy
 
 
 class Windows:
-    """The window pages of running requests and of checkpoints. Without a window (0) nobody has
-    any."""
+    """The window pages of running requests and of checkpoints. Without a window (0) there are
+    none."""
 
     def __init__(self, window: int, page_size: int, pages: Pool) -> None:
         self._window = window

@@ -20,8 +20,8 @@ from milepost.cache.tree.nodes import Checkpoint, Node
 
 
 class Outbox:
-    """Page moves and events that nobody has taken yet. The tree reports each change
-    right after it."""
+    """Page moves and events that were not taken yet. The tree reports each change right after
+    it."""
 
     def __init__(self, page_size: int, *, needs_states: bool) -> None:
         self._page_size = page_size
@@ -92,7 +92,7 @@ class Outbox:
             self._depart("page", node.page, 0.0, position=position, **facts)
 
     def cleared(self) -> None:
-        """Records that the cache was reset, and drops what nobody has taken."""
+        """Records that the cache was reset, and drops what was not taken."""
         self.moves.clear()
         if self.is_open:
             self._events = [Cleared()]

@@ -57,7 +57,8 @@ class Fp8Rows:
 
     @property
     def filled(self) -> tuple[Tensor, Tensor]:
-        """Values and scales without the rows that fill the last line; scales lie apart by more."""
+        """Values and scales without the rows that fill the last line; the scales' stride is
+        larger."""
         return self.values[: self.num_rows], self.scales[:, : self.num_rows]
 
 

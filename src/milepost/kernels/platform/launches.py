@@ -165,7 +165,7 @@ def _kind_of_descriptor(descriptor: Any) -> LaunchKind:
 
 
 def _types_of(constants: Iterable[Any]) -> LaunchKind:
-    """Returns the types of constants, and of what is in those that are tuples."""
+    """Returns the types of constants, and of the members of tuples."""
     constants = tuple(constants)
     types = tuple(map(type, constants))
     places = _tuples_in(types)

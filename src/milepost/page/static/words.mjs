@@ -6,7 +6,7 @@ export const REASONS = [
   ["not_worth_loading", "computed again: sooner computed than loaded"],
   ["checkpoint_evicted", "computed again: its state was evicted"],
   ["no_checkpoint", "computed again: no state was kept there"],
-  ["grid", "computed again: after the last place where a state is kept"],
+  ["grid", "computed again: after the last saved state"],
   ["under_page", "computed again: too short, a prompt under one page is reused late or not at all"],
   ["kv_evicted", "computed again: its pages were evicted"],
   ["not_canonical", "computed again: seen only in an answer, whose bits are not a prompt's"],
@@ -18,7 +18,7 @@ export const REASONS = [
 const SHORT = {
   checkpoint_evicted: "state evicted",
   no_checkpoint: "no state kept",
-  grid: "after the last place for a state",
+  grid: "after the last saved state",
   under_page: "too few to fill a page",
   kv_evicted: "pages evicted",
   not_canonical: "seen only in an answer",
