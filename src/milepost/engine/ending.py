@@ -104,7 +104,7 @@ def end_with_parent(connection: int) -> None:
 
 def _wait_for_end(connection: int) -> None:
     poll = select.poll()
-    poll.register(connection, select.POLLHUP)  # told of without what was sent before being read
+    poll.register(connection, select.POLLHUP)  # reported even if unread data precedes it
     while not any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll()):
         pass
     os.kill(os.getpid(), signal.SIGKILL)

@@ -129,7 +129,7 @@ def upright(picture: Image.Image) -> Image.Image:
 
 
 def flatten(picture: Image.Image) -> Image.Image:
-    """Returns the picture in RGB, with what is transparent laid on white."""
+    """Returns the picture in RGB, with transparency on white."""
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
         return picture.convert("RGB")
     layered = picture.convert("RGBA")

@@ -48,7 +48,7 @@ def _bytes_of_rows(pixels: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
     weights = (exact * (1 << bits) + 0.5).astype(np.int32)
     total = np.full((count, *pixels.shape[1:]), 1 << (bits - 1), np.int32)
     for number, column in enumerate(weights.T):
-        place = np.minimum(first + number, len(pixels) - 1)  # the weight of what is not there is 0
+        place = np.minimum(first + number, len(pixels) - 1)  # rows past the end have weight 0
         total += column[:, None, None] * pixels[place]
     return (total >> bits).clip(0, 255).astype(np.uint8)
 
@@ -60,7 +60,7 @@ def _floats_of_rows(pixels: PixelValues, count: int) -> PixelValues:
     first, exact = _weights(len(pixels), count, 2.0, _cubic)
     total = np.zeros((count, *pixels.shape[1:]), np.float32)
     for number, column in enumerate(exact.astype(np.float32).T):
-        place = np.minimum(first + number, len(pixels) - 1)  # the weight of what is not there is 0
+        place = np.minimum(first + number, len(pixels) - 1)  # rows past the end have weight 0
         total += column[:, None, None] * pixels[place]
     return total
 

@@ -44,14 +44,14 @@ NUM_DIGITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramOperation(CarryOperation):
-    """Says which of a step's tokens begin a sequence, and which states are kept, as for a head,
-    which carries a state beside those of slots likewise."""
+    """Says which of a step's tokens begin a sequence, and which states are kept. Slots carry these
+    states as they carry an MTP head's."""
 
 
 @dataclass(frozen=True, slots=True)
 class NgramSequences:
-    """How a step's tokens fall to sequences, and what each of these begins with. Shapes do not
-    depend on contents, so a graph can have it."""
+    """The sequences of a step's tokens, and the state that each begins with. Shapes do not depend
+    on contents, so a graph can capture it."""
 
     begins: Tensor
     """[T], the first token of each one's sequence."""
@@ -137,8 +137,9 @@ def decode_ids(digits: Tensor, missing: int) -> Tensor:
 def hash_ids(
     ids: Sequence[Tensor], stop: int, multipliers: list[int], sizes: list[list[int]]
 ) -> Tensor:
-    """Returns [T, X], the rows that tokens have of a table. `ids` are O tensors [T]: the tokens',
-    those before them, and so on; from the `stop` on that is found first, going back, all are that.
+    """Returns [T, X]: the table rows of each token's n-grams. `ids` are O tensors [T]: of the
+    tokens, of those before them, and so on. Going back, all ids from the first `stop` on count as
+    `stop`.
 
     For n-grams of each order from 2 on `sizes` lists primes; the table has as many rows for each,
     one after the other. An n-gram's hash is the exclusive or of its ids times their `multipliers`.

@@ -219,8 +219,9 @@ class _Surveyor:
         return len(self._checkpoints.get(number, ()))
 
     def choose(self, max_runs: int) -> Slices:
-        """Keeps the heaviest runs, by powers of two. The parent of a kept run is kept too: it
-        weighs no less than its children, and of equal runs the upper comes first."""
+        """Keeps the heaviest runs, with weights compared by powers of two. The parent of a kept run
+        is kept too: it weighs no less than its children, and of equal runs the upper comes
+        first."""
         classes: dict[int, list[int]] = {}
         for place, number in enumerate(reversed(self._bottom_up), start=1):
             classes.setdefault(self._weight[number].bit_length(), []).append(number)

@@ -281,6 +281,5 @@ class GpuLink:
 
 
 def far_behind(turns: Tensor) -> int:
-    """Returns a signal value that satisfies every wait for these turns, and for turns to come for a
-    while."""
+    """Returns a signal value that satisfies every wait for these turns, and for some later ones."""
     return (int(turns.max()) + 2**29 + 2**31) % 2**32 - 2**31

@@ -209,7 +209,7 @@ class Engine:
         finished = [group for group in groups if group.is_finished]
         try:
             self.pipeline.advance()
-        finally:  # nobody is told of these groups again
+        finally:  # these groups are not reported again
             for group in finished:
                 self._forget(group)
         self.pipeline.settle()

@@ -178,7 +178,7 @@ def _exchange(b_own, memory, i_slot, turn, SIZES: tl.constexpr):
     o_place = ((turn & 1) * SIZES.places + i_slot).to(tl.int64) * SIZES.size + o_h
     p_mine = tl.load(memory.base + RANK).to(tl.pointer_type(b_own.dtype)) + o_place
     tl.store(tl.multiple_of(p_mine, 16), b_own, mask=is_h)
-    tl.debug_barrier()  # the signal stands for what all threads have written
+    tl.debug_barrier()  # the signal covers the writes of all threads
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             p_theirs = tl.load(memory.signals + rank).to(tl.pointer_type(tl.int32))

@@ -63,7 +63,7 @@ def _share_kernel(residual, partials, sums, memory, num_tokens, num_each, SIZES:
             b_part = _add_own(partials, i_t, o_h, SIZES)
             p_into = _row_address(memory, rank, 0, RANK, i_place, element, SIZES)
             tl.store(p_into + o_h, b_part.to(element), mask=is_h)
-            tl.debug_barrier()  # the signal stands for what all threads have written
+            tl.debug_barrier()  # the signal covers the writes of all threads
             _signal(memory, rank, 0, i_place, turn, SIZES)
     i_t = RANK * num_each.to(tl.int64) + i_place
     if i_t < num_tokens:

@@ -113,8 +113,8 @@ class _TokenPlaces(NamedTuple):
     firsts: Ints
     """First tokens of those sequences."""
     lasts: Ints
-    """[S], the token that a sequence's slot stands for, -1 where it has none. Drafts are no part of
-    what a slot stands for: of a sequence that decodes it is the first."""
+    """[S], the last token whose state a sequence's slot carries, -1 if there is none. Slots exclude
+    drafts: for a sequence that decodes, it is the first token."""
     drafts: Ints
     """Tokens that are drafts."""
     owners: Ints

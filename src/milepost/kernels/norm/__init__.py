@@ -1,5 +1,5 @@
-"""Norms and activations fused with what stands around them: `add_norm`, `silu_mul`, `relu_squared`
-and `gate_heads`.
+"""Norms and activations fused with the operations around them: `add_norm`, `silu_mul`,
+`relu_squared` and `gate_heads`.
 
 Callers import the operations from here. `reference` is the definition; on a GPU `triton` computes
 norms and `activations` the others.

@@ -103,7 +103,7 @@ def _best_of_block_kernel(logits, noise, bests, stride, vocab_size, BLOCK: tl.co
     top, place = tl.max(b_x, 0, return_indices=True)
     o_best = i_r * tl.num_programs(0) + i_b
     tl.store(bests.base + o_best, top)
-    # Among NaN the greatest may be found where there is no token.
+    # With NaN, the maximum may be found past the last token.
     tl.store(bests.places + o_best, tl.minimum(i_b * BLOCK + place, vocab_size - 1))
 
 

@@ -83,7 +83,7 @@ def _row_kernel(rows, experts, routing_weights, weight, bias, output, stride, SH
     HEIGHT: gl.constexpr = SHAPE.outputs * (2 if SHAPE.is_gated else 1)
     number = gl.program_id(1).to(gl.int64)
     if IS_UP:
-        # In this order: the next kernel may read the chosen experts as it begins.
+        # Waits first, since the next kernel may read the chosen experts as it begins.
         wait_for_inputs()
     launch_dependents()
     first_row, factor = 0, 1.0
