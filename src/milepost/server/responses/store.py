@@ -50,7 +50,7 @@ class ResponseStore:
         return self._stored.get((owner, id_))
 
     def find(self, owner: str, id_: str, field: str = "response_id") -> StoredResponse:
-        """Returns a stored response, owner_of_oldest id is in this field. Raises HttpError 404."""
+        """Returns a stored response, whose id is in this field. Raises HttpError 404."""
         stored = self.get(owner, id_)
         if stored is None:
             raise _no_such(id_, field)
