@@ -1,7 +1,8 @@
 """Follows references in a tool's JSON schema, and lists the alternatives of a parameter.
 
 References (`#/$defs/...`, `#/properties/...`, `#`) point into the schema of all arguments. A
-parameter's schema that is used alone takes the definitions it refers to along.
+parameter's schema that is used alone takes the definitions it refers to along. Schemas come with
+requests, and references and alternatives multiply, so what may be copied is bounded (`Root`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
+
+from milepost.errors import InvalidRequestError
 
 Schema = Mapping[str, Any]
 
@@ -30,6 +33,51 @@ _KIND_OF = {
 }
 
 
+MAX_COPIED = 2**18
+"""Largest number of members of a function's schema that are copied, and of characters of references
+that are followed: milliseconds, and some megabytes."""
+
+
+class TooLargeError(Exception):
+    """More would be copied than `MAX_COPIED`."""
+
+
+class Root:
+    """The schema of all arguments of a function, with the number of copies that are left."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._num_left = MAX_COPIED
+
+    def spend(self, num: int) -> None:
+        """Counts copies before they are made. Raises TooLargeError."""
+        self._num_left -= num
+        if self._num_left < 0:
+            raise TooLargeError
+
+    def merged(self, *schemas: Schema) -> dict[str, Any]:
+        """Returns a schema with the keywords of all; those of later ones win. Raises
+        TooLargeError."""
+        self.spend(sum(map(len, schemas)))
+        return {key: value for schema in schemas for key, value in schema.items()}
+
+    def pointed(self, reference: str) -> Any:
+        """Returns the target of a reference, or None. Raises TooLargeError."""
+        self.spend(len(reference))
+        if not reference.startswith("#"):
+            return None
+        here: Any = self._schema
+        for step in unquote(reference[1:]).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(here, Mapping):
+                here = here.get(step)
+            elif isinstance(here, list) and _INDEX.fullmatch(step) and int(step) < len(here):
+                here = here[int(step)]
+            else:
+                return None
+        return here
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One alternative of a schema: values of one type, or one value (a const)."""
@@ -43,18 +91,19 @@ class Leaf:
         return "const" in self.schema
 
 
-def resolved(schema: Any, root: Schema) -> Schema:
-    """Returns the schema after following its references; {} if they lead nowhere."""
+def resolved(schema: Any, root: Root) -> Schema:
+    """Returns the schema after following its references; {} if they lead nowhere. Raises
+    TooLargeError."""
     seen: set[str] = set()
     resolved: dict[str, Any] = {}
     while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         reference = schema["$ref"]
-        resolved = {**schema, **resolved}
-        schema = None if reference in seen else pointed(reference, root)
+        resolved = root.merged(schema, resolved)
+        schema = None if reference in seen else root.pointed(reference)
         seen.add(reference)
     resolved.pop("$ref", None)
     resolved.pop("$defs", None)
-    return {**schema, **resolved} if isinstance(schema, Mapping) else resolved
+    return root.merged(schema, resolved) if isinstance(schema, Mapping) else resolved
 
 
 def required_of(schema: Schema) -> frozenset[str]:
@@ -65,24 +114,15 @@ def required_of(schema: Schema) -> frozenset[str]:
     )
 
 
-def pointed(reference: str, root: Schema) -> Any:
-    """Returns the target of a reference into `root`, or None."""
-    if not reference.startswith("#"):
-        return None
-    here: Any = root
-    for step in unquote(reference[1:]).split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(here, Mapping):
-            here = here.get(step)
-        elif isinstance(here, list) and _INDEX.fullmatch(step) and int(step) < len(here):
-            here = here[int(step)]
-        else:
-            return None
-    return here
+def leaves(schema: Any, root: Root) -> list[Leaf]:
+    """Returns the alternatives of a schema. One that is too large counts as anything."""
+    try:
+        return _leaves(schema, root)
+    except TooLargeError:
+        return [Leaf("any", {})]
 
 
-def leaves(schema: Any, root: Schema) -> list[Leaf]:
-    """Returns the alternatives of a schema."""
+def _leaves(schema: Any, root: Root) -> list[Leaf]:
     found: list[Leaf] = []
     todo, seen = [schema], set()
     while todo:
@@ -97,42 +137,43 @@ def leaves(schema: Any, root: Schema) -> list[Leaf]:
                 todo.append(_without_reference(given, root))
         else:
             merged = _merged(given, root)
-            branches = _branches(merged)
+            branches = _branches(merged, root)
             todo += reversed(branches)
-            found += [] if branches else _plain(merged)
+            found += [] if branches else _plain(merged, root)
     return found
 
 
-def _without_reference(schema: Schema, root: Schema) -> Schema:
-    target = pointed(schema["$ref"], root)
+def _without_reference(schema: Schema, root: Root) -> Schema:
+    target = root.pointed(schema["$ref"])
     beside = {key: value for key, value in schema.items() if key != "$ref"}
-    return {**target, **beside} if isinstance(target, Mapping) else beside
+    return root.merged(target, beside) if isinstance(target, Mapping) else beside
 
 
-def _merged(schema: Schema, root: Schema) -> dict[str, Any]:
+def _merged(schema: Schema, root: Root) -> dict[str, Any]:
     """Returns the schema merged with the members of its `allOf`."""
-    merged = dict(schema)
+    merged = root.merged(schema)
     parts = merged.pop("allOf", None)
     for part in parts if isinstance(parts, list) else ():
         for key, value in resolved(part, root).items():
             both = merged.get(key)
             if isinstance(both, dict) and isinstance(value, dict):
-                merged[key] = {**both, **value}
+                merged[key] = root.merged(both, value)
             elif key == "required" and isinstance(both, list) and isinstance(value, list):
+                root.spend(len(both) + len(value))
                 merged[key] = [*both, *value]
             else:
                 merged.setdefault(key, value)
     return merged
 
 
-def _branches(schema: Schema) -> list[Any]:
+def _branches(schema: Schema, root: Root) -> list[Any]:
     """Returns the branches of a choice, each with the keywords that hold for all of them."""
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         if isinstance(branches, list):
             common = {name: value for name, value in schema.items() if name not in _ASIDE}
             return [
-                {**common, **branch} if isinstance(branch, Mapping) else branch
+                root.merged(common, branch) if isinstance(branch, Mapping) else branch
                 for branch in branches
             ]
     return []
@@ -141,7 +182,7 @@ def _branches(schema: Schema) -> list[Any]:
 _ASIDE = frozenset(("anyOf", "oneOf", "$defs", "definitions", "title", "description", "default"))
 
 
-def _plain(schema: Schema) -> list[Leaf]:
+def _plain(schema: Schema, root: Root) -> list[Leaf]:
     """Returns the leaves of a schema without branches."""
     literals = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(literals, list):
@@ -151,35 +192,41 @@ def _plain(schema: Schema) -> list[Leaf]:
     if not isinstance(kinds, list) or not kinds:
         is_object = "properties" in schema or "additionalProperties" in schema
         kinds = ["object"] if is_object else ["array"] if "items" in schema else ["any"]
-    return [Leaf(str(kind), {**schema, "type": kind}) for kind in kinds]
+    return [Leaf(str(kind), root.merged(schema, {"type": kind})) for kind in kinds]
 
 
-def carried(schema: Any, root: Schema) -> Schema:
-    """Returns the schema with all definitions that it refers to, so that it stands alone."""
+def carried(schema: Any, root: Root) -> Schema:
+    """Returns the schema with all definitions that it refers to, so that it stands alone. Raises
+    InvalidRequestError for one that is too large."""
     names: dict[str, str] = {}
     definitions: dict[str, Any] = {}
-    whole = _rewritten(schema, names)
-    while len(definitions) < len(names):
-        reference, name = list(names.items())[len(definitions)]
-        definitions[name] = _rewritten(pointed(reference, root), names)
+    try:
+        whole = _rewritten(schema, names, root)
+        while len(definitions) < len(names):
+            for reference, name in list(names.items())[len(definitions) :]:
+                definitions[name] = _rewritten(root.pointed(reference), names, root)
+    except TooLargeError:
+        raise InvalidRequestError("tools: the parameters of one are too large") from None
     return {**whole, "$defs": definitions} if definitions else whole
 
 
-def _rewritten(schema: Any, names: dict[str, str]) -> Any:
+def _rewritten(schema: Any, names: dict[str, str], root: Root) -> Any:
     """Returns a copy whose references point to numbered definitions; new ones are added to
-    `names`."""
+    `names`. Raises TooLargeError."""
     top: list[Any] = [schema]
     todo: list[tuple[Any, Any]] = [(top, 0)]
     while todo:
         holder, place = todo.pop()
         value = holder[place]
         if isinstance(value, Mapping):
+            root.spend(len(value))
             copy: Any = dict(value)
             reference = copy.get("$ref")
             if isinstance(reference, str) and reference.startswith("#"):
                 copy["$ref"] = f"#/$defs/{names.setdefault(reference, f'd{len(names)}')}"
             todo += [(copy, key) for key in copy]
         elif isinstance(value, list):
+            root.spend(len(value))
             copy = list(value)
             todo += [(copy, index) for index in range(len(copy))]
         else:

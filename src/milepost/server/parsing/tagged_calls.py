@@ -28,7 +28,7 @@ from milepost.server.parsing.events import CallSite, FoundEvents
 from milepost.server.parsing.literals import value
 from milepost.server.parsing.scanning import bracketed
 from milepost.server.parsing.strings import TextLine, inside, quoted
-from milepost.server.parsing.tape import Reading, Tape
+from milepost.server.parsing.tape import ManyTexts, Reading, Tape
 from milepost.server.parsing.values import Functions, Parameters, Value
 
 
@@ -179,11 +179,11 @@ class _TaggedCall:
         self._schema = schema
         self._pattern = re.compile(form.names[1])
         self._given: set[str] = set()
-        before, after = form.key
-        names = [name for name in schema.named if self._pattern.fullmatch(name)]
-        heads = {f"{before}{name}{after}": name for name in names} or {before: ""}
-        self._heads = heads if form.line else {}
-        """Tags of arguments, which end a value that is not closed."""
+        after = form.key[1]
+        names = [name + after for name in schema.named if self._pattern.fullmatch(name)]
+        self._names = ManyTexts(names if form.line else ())
+        """Ends of the tags of arguments, which end a value that is not closed."""
+        self._has_names = bool(names)
 
     def read(self) -> Reading[None]:
         """Reads the arguments. Text between them becomes content."""
@@ -262,10 +262,14 @@ class _TaggedCall:
 
     def _end_of_value(self, text: TextLine, *, has_tags: bool) -> Reading[str]:
         tape, form = self._tape, self._form
-        while mark := (yield from tape.until(text.give, *form.closes, *self._heads)):
+        heads = (form.key[0],) if form.line else ()
+        while mark := (yield from tape.until(text.give, *form.closes, *heads)):
             is_new = bool(text.last) and text.is_new
-            if mark in self._heads:
-                if not has_tags or (is_new and self._heads[mark] not in self._given):
+            if mark in heads:
+                head = yield from tape.peek_one(self._names)
+                is_head = bool(head) or not self._has_names
+                is_free = is_new and head.removesuffix(form.key[1]) not in self._given
+                if is_head and (is_free or not has_tags):
                     tape.unread(mark)
                     return form.value[1]
                 text.give(mark)

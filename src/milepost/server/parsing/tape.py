@@ -8,7 +8,8 @@ character costs the same, whatever the pieces and however long the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Generator
 from functools import lru_cache
 from typing import TypeVar
 
@@ -61,7 +62,9 @@ class Tape:
         return self.read(len(self._text) - self._at)
 
     def unread(self, tag: str) -> None:
-        """Puts back the text that was read last."""
+        """Puts back the text that was read last, even if more has arrived since."""
+        if self._at < len(tag):
+            self._text, self._at = tag + self._text[self._at :], len(tag)
         self._at -= len(tag)
         if self._kept and tag:
             self._kept[-1] = self._kept[-1].removesuffix(tag)
@@ -122,6 +125,16 @@ class Tape:
                 return match.group() if match else ""
             yield
 
+    def peek_one(self, texts: ManyTexts) -> Reading[str]:
+        """Returns which of many texts comes next, or "", without reading it."""
+        while True:
+            rest = self._text[self._at : self._at + texts.longest]
+            self.work += len(rest)
+            found = texts.start_of(rest)
+            if found or self.is_over or not texts.may_become(rest):
+                return found
+            yield
+
     def take(self, *texts: str) -> Reading[str]:
         """Reads the tag that comes next, and returns it, or ""."""
         return self.read(len((yield from self.peek(*texts))))
@@ -168,6 +181,26 @@ class _Tags:
 
 
 _tags = lru_cache(maxsize=256)(_Tags)
+
+
+class ManyTexts:
+    """Texts of which one may come next, however many there are: a regex of thousands takes seconds
+    to compile. None is the beginning of another."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self._texts = sorted(texts)
+        self.longest = max(map(len, texts), default=0)
+
+    def start_of(self, rest: str) -> str:
+        """Returns the text that `rest` begins with, or ""."""
+        place = bisect_right(self._texts, rest)
+        before = self._texts[place - 1] if place else ""
+        return before if rest.startswith(before) else ""
+
+    def may_become(self, rest: str) -> bool:
+        """Returns whether `rest` is the beginning of one of the texts."""
+        place = bisect_left(self._texts, rest)
+        return place < len(self._texts) and self._texts[place].startswith(rest)
 
 
 def is_token(tag: str) -> bool:

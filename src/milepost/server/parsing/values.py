@@ -17,7 +17,16 @@ from typing import Any
 
 from milepost.server.parsing import lark
 from milepost.server.parsing.scanning import literal, loaded
-from milepost.server.parsing.schemas import Leaf, Schema, carried, leaves, required_of, resolved
+from milepost.server.parsing.schemas import (
+    Leaf,
+    Root,
+    Schema,
+    TooLargeError,
+    carried,
+    leaves,
+    required_of,
+    resolved,
+)
 from milepost.server.parsing.strings import quoted
 
 _PYTHON = {"None": "null", "True": "true", "False": "false"}
@@ -27,7 +36,7 @@ _BRACKETS = {"array": "[", "object": "{"}
 class Value:
     """The values that a parameter may have. `root` is the schema of all arguments."""
 
-    def __init__(self, schema: Any, root: Schema) -> None:
+    def __init__(self, schema: Any, root: Root) -> None:
         self._schema = schema if isinstance(schema, dict) else {}
         self._root = root
 
@@ -204,16 +213,20 @@ class Parameters:
     """The schema of a function's arguments, by parameter."""
 
     def __init__(self, schema: Schema) -> None:
-        whole = resolved(schema, schema)
+        root = Root(schema)
+        try:
+            whole = resolved(schema, root)
+        except TooLargeError:
+            whole = {}
         given = whole.get("properties")
         given = given if isinstance(given, Mapping) else {}
         self.required = required_of(whole)
-        self.named = {name: Value(its, schema) for name, its in given.items()}
+        self.named = {name: Value(its, root) for name, its in given.items()}
         more = whole.get("additionalProperties", not given)
-        self.others = None if more is False else Value(more, schema)
+        self.others = None if more is False else Value(more, root)
 
     def value(self, name: str) -> Value:
-        return self.named.get(name) or self.others or Value({}, {})
+        return self.named.get(name) or self.others or Value({}, Root({}))
 
 
 class Functions:
