@@ -89,6 +89,8 @@ def _shapes() -> Iterator[tuple[str, str, Body]]:
     )
     kwargs = {f"k{i}": i for i in range(20_000)}
     yield "template variables", CHAT, _dumped({"messages": [USER], "chat_template_kwargs": kwargs})
+    named = {"messages": [USER], "chat_template_kwargs": {"k" * MIB: 1}}
+    yield "a template variable's name", CHAT, _dumped(named)
     yield (
         "a template",
         CHAT,

@@ -8,8 +8,10 @@ import pytest
 
 from milepost.server.bodies import MAX_HALVES, MAX_MENDED_BYTES, read_json
 from milepost.server.config import ServerConfig
-from tests.server.inprocess import answered
+from tests.server.inprocess import MAX_IN_FLIGHT, answered
 
+USER = [{"role": "user", "content": "a"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 JSON = {"content-type": "application/json"}
 
 
@@ -100,6 +102,21 @@ def test_a_body_that_says_it_is_something_else(http):
             "/v1/responses",
             {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 8193}]},
             "content",
+        ),
+        ("/v1/chat/completions", {"messages": USER, "tools": [FUNCTION] * 4097}, "tools"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function", "name": "f"}] * 4097},
+            "tools",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": USER,
+                "tools": [{"name": "f", "input_schema": {}}] * 4097,
+            },
+            "tools",
         ),
     ],
 )
@@ -280,3 +297,17 @@ def test_errors_name_the_fields_of_their_own_api(http, path, body, field):
     error = response.json()["error"]
     assert (response.status_code, error["message"].partition(": ")[0]) == (400, field)
     assert error.get("param", field) == field
+
+
+def test_a_name_of_any_length_is_repeated_in_part():
+    body = {"messages": USER, "chat_template_kwargs": {"k" * 10_000: 1}}
+    response = answered(ServerConfig(), "/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("chat_template_kwargs.kkk")
+    assert len(response.content) < 2000
+
+
+def test_answers_that_are_too_many_are_refused_before_the_messages_are_read():
+    body = {"messages": [{"role": "tool", "content": "a"}], "n": MAX_IN_FLIGHT + 1}
+    error = answered(ServerConfig(), "/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "n"

@@ -236,7 +236,11 @@ def test_refusals_name_the_field(client, changes, param):
 def stored(num_bytes):
     said = (MessageItem(id=f"msg_{num_bytes}", role="assistant", content="a"),)
     return StoredResponse(
-        body={"output": [{}]}, input_items=(), conversation=said, num_bytes=num_bytes
+        body={"output": [{}]},
+        input_items=(),
+        conversation=said,
+        conversation_bytes=num_bytes,
+        num_bytes=num_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from milepost.errors import MilepostError, ServerClosingError
 from milepost.server import api_docs, app, errors, operation, rendering
 from milepost.server.anthropic import endpoint as anthropic
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.bodies import JsonRoute, size_of
+from milepost.server.bodies import BODY_SIZE, JsonRoute, size_of
 from milepost.server.callers import Audience, Keys, admit, for_clients
 from milepost.server.chat import chat
 from milepost.server.completions import complete
@@ -118,7 +118,7 @@ def _add_answer(
     leaves; a stream that it returns notices that itself."""
 
     async def endpoint(body: Any, request: Request) -> Response:
-        size = size_of(getattr(body, "messages", None))
+        size = size_of(getattr(body, "messages", None)) + request.scope[BODY_SIZE]
         await service.large.run(lambda: service.unknown.settle(body, request.scope), size)
         return await unless_disconnected(request, answer(service, body, request))
 
@@ -156,18 +156,21 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_stored_responses(app: FastAPI, service: Service) -> None:
     store, owner_of = service.responses, responses.owner_of
 
-    @app.get("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
-    @for_clients
-    async def stored(id_: str, request: Request) -> dict[str, Any]:
-        return store.find(owner_of(request), id_).body
+    options: dict[str, Any] = {"responses": {404: errors.MEANINGS[404]}}
+    options["response_class"] = Response
 
-    @app.get("/v1/responses/{id_}/input_items", responses={404: errors.MEANINGS[404]})
+    @app.get("/v1/responses/{id_}", **options)
     @for_clients
-    async def input_items(id_: str, request: Request) -> dict[str, Any]:
+    async def stored(id_: str, request: Request) -> Response:
+        return errors.json_response(store.find(owner_of(request), id_).body)
+
+    @app.get("/v1/responses/{id_}/input_items", **options)
+    @for_clients
+    async def input_items(id_: str, request: Request) -> Response:
         items = store.find(owner_of(request), id_).input_items
         ids = [item["id"] for item in items]
         ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
-        return {"object": "list", "data": items, **ends}
+        return errors.json_response({"object": "list", "data": items, **ends})
 
     @app.delete("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
     @for_clients

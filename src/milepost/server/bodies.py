@@ -88,6 +88,7 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
+        self.scope[BODY_SIZE] = len(body)
         return await self.app.state.large.run(lambda: self._validated(body), len(body))
 
     def _validated(self, body: bytes) -> Any:
@@ -183,12 +184,17 @@ class LargeWork:
 
 
 def size_of(messages: Sequence[Any] | None) -> int:
-    """Returns the size of work on each message and part of a conversation, whatever their text."""
+    """Returns the size of work on each message, part and call of a conversation, whatever their
+    text."""
     count = 0
     for message in messages or ():
-        content = getattr(message, "content", None)
-        count += 1 + (len(content) if isinstance(content, list) else 0)
+        content, calls = getattr(message, "content", None), getattr(message, "tool_calls", None)
+        count += 1 + (len(content) if isinstance(content, list) else 0) + len(calls or ())
     return _PART_SIZE * count
+
+
+BODY_SIZE: Final = "milepost.body_size"
+"""Key of a request's scope: the length of its body."""
 
 
 MAX_MENDED_BYTES: Final = 2**22

@@ -75,13 +75,13 @@ async def begin(
     has_one_call = request.parallel_tool_calls is False
     answers = [
         AnswerParser(
-            service.format.parser(tools=tools.callable, is_open=is_open),
+            parser,
             has_reasoning=request.include_reasoning is not False,
             has_one_call=has_one_call,
             customs=tools.customs,
             end_of_reasoning=service.end_of_reasoning,
         )
-        for _ in range(params.n)
+        for parser in service.format.parsers(params.n, tools=tools.callable, is_open=is_open)
     ]
     generation = Generation(  # last, because it must be closed
         service,
@@ -118,6 +118,7 @@ async def asked(
     """Returns the prompt as it will be served, with the text of the whole conversation, and its
     parameters."""
     params = parameters.of_chat(request, service.sampling_defaults)
+    service.client.check_room(1, params.n)  # before rendering
     rendered = await render(service, request, http)
     prompt = replace(
         rendered,

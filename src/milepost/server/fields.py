@@ -36,6 +36,9 @@ MAX_INT = 2**63 - 1
 MAX_PARTS = 8192
 T = TypeVar("T")
 Many = Annotated[list[T], STOP_AT_FIRST]
+MAX_TOOLS = 4096
+"""Largest number of tools in a request: in a prompt each takes thirty tokens or more."""
+ToolList = Annotated[list[T], STOP_AT_FIRST, Field(max_length=MAX_TOOLS)]
 
 
 def _whole(value: Any) -> Any:

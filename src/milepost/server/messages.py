@@ -22,6 +22,8 @@ from milepost.server.parts import Message, ThinkingPart
 from milepost.server.protocol import ChatRequest
 from milepost.server.tools import INPUT, NamedToolChoice, Tool, ToolCall, as_function
 
+MAX_NAME_LEN = 256
+"""Number of characters of an unknown variable's name that are compared and repeated."""
 _NOT_FOR_TEMPLATES = {"content", "tool_calls", "reasoning", "refusal", "annotations"}
 
 
@@ -121,7 +123,7 @@ def toolset_of(request: ChatRequest) -> Toolset:
         allowed = choice.allowed_tools
         is_named = allowed is None
         is_demanded = allowed is None or allowed.mode == "required"
-        names = [choice.name] if allowed is None else [tool.name for tool in allowed.tools]
+        names = set(choice.names)
         callable_ = [tool for tool in tools or () if tool["function"]["name"] in names]
     return Toolset(
         shown=tools,
@@ -186,7 +188,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any], variables: Collection[str] 
         if name in _not_for_requests():
             raise _refusal(name, "requests cannot set it")
         if variables is not None and name not in variables and value not in (None, False):
-            near = get_close_matches(name, sorted(set(variables) - _not_for_requests()), n=1)
+            settable = sorted(set(variables) - _not_for_requests())
+            near = get_close_matches(name[:MAX_NAME_LEN], settable, n=1)
             hint = f": did you mean {near[0]}?" if near else ""
             raise _refusal(name, f"this model's chat template reads no such variable{hint}")
 
@@ -203,7 +206,7 @@ def with_effort(
 
 
 def _refusal(name: str, why: str) -> HttpError:
-    field = f"chat_template_kwargs.{name}"
+    field = f"chat_template_kwargs.{name[:MAX_NAME_LEN]}"
     return HttpError(400, f"{field}: {why}", param=field)
 
 

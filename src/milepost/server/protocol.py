@@ -24,6 +24,7 @@ from milepost.server.fields import (
     StopText,
     TokenId,
     TokenIds,
+    ToolList,
     Unread,
 )
 from milepost.server.parts import (
@@ -178,7 +179,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: Many[Tool] | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False allows one call per answer."""
@@ -220,18 +221,15 @@ def _check_tool_choice(request: ChatRequest) -> None:
     if choice in (None, "none", "auto"):
         return
     tools = [tool.definition for tool in request.tools or ()]
-    names = [tool.name for tool in tools if tool is not None]
+    names = {tool.name for tool in tools if tool is not None}
     if not names:
         aside = "; types other than function and custom are left out" if tools else ""
         raise ValueError(f"tool_choice needs tools{aside}")
     if isinstance(choice, NamedToolChoice):
-        asked = [choice.name]
-        if choice.allowed_tools is not None:
-            asked = [tool.name for tool in choice.allowed_tools.tools]
-        for name in asked:
+        for name in choice.names:
             if name is not None and name not in names:
                 raise ValueError(f"tool_choice names {name!r}, which is not in tools")
-        if all(name is None for name in asked):
+        if all(name is None for name in choice.names):
             raise ValueError("tool_choice allows no tool that can be called here")
 
 
@@ -241,7 +239,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Many[Tool] | None = None
+    tools: ToolList[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import from_json
 
 from milepost.server.bodies import read_json
-from milepost.server.fields import AnyType, Body, Many, with_type
+from milepost.server.fields import AnyType, Body, ToolList, with_type
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -171,7 +171,7 @@ class AllowedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[Many[AllowedTool], Field(min_length=1)]
+    tools: Annotated[ToolList[AllowedTool], Field(min_length=1)]
 
 
 class NamedToolChoice(AllowedTool):
@@ -185,6 +185,12 @@ class NamedToolChoice(AllowedTool):
         if getattr(self, self.type) is None:
             raise ValueError(f"a tool choice of type {self.type!r} needs {self.type}")
         return self
+
+    @property
+    def names(self) -> list[str | None]:
+        """Names of the tools that may be called; None for one that is left out."""
+        allowed = self.allowed_tools
+        return [self.name] if allowed is None else [tool.name for tool in allowed.tools]
 
 
 INPUT = "input"

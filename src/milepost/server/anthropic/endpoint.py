@@ -17,7 +17,7 @@ from milepost.server import conversation
 from milepost.server.answers import AnswerBlock, BlockAnswer, Step, read_whole
 from milepost.server.anthropic.convert import has_breakpoints, to_chat
 from milepost.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from milepost.server.bodies import size_of
+from milepost.server.bodies import BODY_SIZE, size_of
 from milepost.server.conversation import ChatTurn
 from milepost.server.errors import HttpError, anthropic_body_of, json_response
 from milepost.server.protocol import ChatRequest
@@ -74,8 +74,9 @@ def model(service: Service, name: str) -> dict[str, Any]:
 
 async def _chat(service: Service, request: CountTokensRequest, http: Request) -> ChatRequest:
     """Returns the chat request. Raises HttpError 400 if there is none."""
+    size = size_of(request.messages) + http.scope[BODY_SIZE]
     try:
-        chat = await service.large.run(lambda: to_chat(request), size_of(request.messages))
+        chat = await service.large.run(lambda: to_chat(request), size)
     except ValidationError as error:
         raise HttpError(400, error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     thinking = request.thinking

@@ -17,6 +17,7 @@ from milepost.server.fields import (
     Only,
     Positive,
     StopText,
+    ToolList,
     Unread,
 )
 from milepost.server.parts import CacheControl
@@ -92,7 +93,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[Many[TextBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: Many[ClientTool] | None = None
+    tools: ToolList[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -123,9 +123,13 @@ class AnswerFormat:
 
     def parser(self, *, tools: lark.Tools | None, is_open: bool) -> TextParser:
         """Returns the parser for one answer. Without `tools`, calls stay text."""
+        return self.parsers(1, tools=tools, is_open=is_open)[0]
+
+    def parsers(self, num: int, *, tools: lark.Tools | None, is_open: bool) -> list[TextParser]:
+        """Returns the parsers for several answers, which share what is known of the tools."""
         form = self.tool_calls
         calls = form.reader(tools) if form is not None and tools else None
-        return TextParser(self.thinking, calls, is_open=is_open)
+        return [TextParser(self.thinking, calls, is_open=is_open) for _ in range(num)]
 
 
 def find_format(

@@ -146,7 +146,7 @@ class CallSite:
 
 
 class CallReader(Protocol):
-    """Reads the calls of one answer."""
+    """Reads the calls of answers to one request."""
 
     starts: tuple[str, ...]
     """Tags that may begin a call; the usual one comes first."""

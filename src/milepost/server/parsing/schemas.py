@@ -34,8 +34,8 @@ _KIND_OF = {
 
 
 MAX_COPIED = 2**18
-"""Largest number of members of a function's schema that are copied, and of characters of references
-that are followed: milliseconds, and some megabytes."""
+"""Limit on the copied members of a function's schema, plus the characters of its references. Takes
+milliseconds, and some megabytes."""
 
 
 class TooLargeError(Exception):

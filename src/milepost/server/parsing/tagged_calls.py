@@ -129,7 +129,7 @@ def _any(texts: Collection[str]) -> str:
 
 
 class _TaggedReader:
-    """Reads the calls of one answer."""
+    """Reads the calls of answers to one request."""
 
     def __init__(self, form: TaggedCalls, tools: lark.Tools) -> None:
         self._form = form

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from milepost.server import conversation
-from milepost.server.bodies import size_of
+from milepost.server.bodies import BODY_SIZE, size_of
 from milepost.server.callers import Caller
 from milepost.server.errors import HttpError, json_response
 from milepost.server.responses.convert import Converted, items_of, to_chat
@@ -25,14 +25,18 @@ from milepost.server.stream import send
 async def respond(service: Service, request: ResponsesRequest, http: Request) -> Response:
     """Creates a response."""
     model = service.check_model(request.model)
-    new_items, items, converted = await chat_of(service, request, http)
+    before, new_items, converted = await chat_of(service, request, http)
+    listed: list[dict[str, Any]] = []
+    if request.store is not False:
+        listed = await service.large.run(lambda: _plain(new_items), http.scope[BODY_SIZE])
     turn = await conversation.begin(
         service, converted.chat, http, field="input", fits_max_tokens=True
     )
 
     def keep(body: dict[str, Any]) -> None:
         if request.store is not False:
-            service.responses.put(owner_of(http), body["id"], _stored(body, new_items, items))
+            stored = _stored(body, before, new_items, listed)
+            service.responses.put(owner_of(http), body["id"], stored)
 
     writer = Writer(request, turn, model, converted.names, keep)
     close, is_stream = turn.generation.close, request.stream
@@ -49,16 +53,16 @@ async def count_tokens(service: Service, request: ResponsesRequest, http: Reques
 
 async def chat_of(
     service: Service, request: ResponsesRequest, http: Request
-) -> tuple[Sequence[ResponseItem], Sequence[ResponseItem], Converted]:
-    """Returns the items of a request, the items of its whole conversation, and the chat request."""
+) -> tuple[StoredResponse | None, Sequence[ResponseItem], Converted]:
+    """Returns the response that a request continues, the request's own items, and the chat request
+    of the whole conversation."""
     store, owner, last = service.responses, owner_of(http), request.previous_response_id
-    before: Sequence[ResponseItem] = ()
-    if last is not None:
-        before = store.find(owner, last, "previous_response_id").conversation
+    before = None if last is None else store.find(owner, last, "previous_response_id")
     new_items = store.resolved(owner, items_of(request.input))
-    items = [*before, *new_items]
+    items = [*(() if before is None else before.conversation), *new_items]
+    size = size_of(items) + http.scope[BODY_SIZE]
     try:
-        converted = await service.large.run(lambda: to_chat(request, items), size_of(items))
+        converted = await service.large.run(lambda: to_chat(request, items), size)
     except ValidationError as error:
         finding = error.errors()[0]
         if finding["loc"] == ("messages",):
@@ -67,7 +71,7 @@ async def chat_of(
         raise HttpError(400, finding["msg"].removeprefix("Value error, ")) from error
     except ValueError as error:
         raise HttpError(400, str(error), param="tools") from error
-    return new_items, items, converted
+    return before, new_items, converted
 
 
 def owner_of(http: Request) -> str:
@@ -76,17 +80,25 @@ def owner_of(http: Request) -> str:
     return caller.owner
 
 
+def _plain(items: Sequence[ResponseItem]) -> list[dict[str, Any]]:
+    return [item.model_dump(exclude_none=True) for item in items]
+
+
 def _stored(
-    body: dict[str, Any], new_items: Sequence[ResponseItem], items: Sequence[ResponseItem]
+    body: dict[str, Any],
+    before: StoredResponse | None,
+    new_items: Sequence[ResponseItem],
+    listed: Sequence[dict[str, Any]],
 ) -> StoredResponse:
+    """Returns a response to store. `listed` are the new items as plain values."""
     said = [ITEM.validate_python(item) for item in body["output"]]
-    conversation_ = (*items, *said)
-    plain = [item.model_dump(exclude_none=True) for item in conversation_]
-    num_bytes = len(msgspec.json.encode(plain)) + len(msgspec.json.encode(body))
-    listed = [
-        {"id": item.id or f"item_{place}", **item.model_dump(exclude_none=True)}
-        for place, item in enumerate(new_items)
-    ]
+    num_bytes = len(msgspec.json.encode([*listed, *_plain(said)]))
+    if before is not None:
+        num_bytes += before.conversation_bytes
     return StoredResponse(
-        body=body, input_items=listed, conversation=conversation_, num_bytes=num_bytes
+        body=body,
+        input_items=[{"id": f"item_{place}", **item} for place, item in enumerate(listed)],
+        conversation=(*(() if before is None else before.conversation), *new_items, *said),
+        conversation_bytes=num_bytes,
+        num_bytes=num_bytes + len(msgspec.json.encode(body)),
     )

@@ -21,6 +21,7 @@ from milepost.server.fields import (
     Many,
     Only,
     Positive,
+    ToolList,
     Unread,
     tagged,
 )
@@ -185,7 +186,7 @@ class McpCallItem(_AnyItem):
 class MoreToolsItem(_AnyItem):
     type: Literal["additional_tools"]
     role: Any = None
-    tools: Many[ResponseTool]
+    tools: ToolList[ResponseTool]
 
 
 class ItemReference(Body):
@@ -268,7 +269,7 @@ class ResponsesRequest(AnswerFields):
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None
     top_logprobs: Alternatives | None = None
-    tools: Many[ResponseTool] | None = None
+    tools: ToolList[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

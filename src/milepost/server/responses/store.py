@@ -22,9 +22,11 @@ class StoredResponse:
     body: dict[str, Any]
     input_items: Sequence[dict[str, Any]]
     conversation: Sequence[ResponseItem]
-    num_bytes: int
+    conversation_bytes: int
     """Size of the whole conversation as JSON, so that a long chain counts with all that it keeps
     alive."""
+    num_bytes: int
+    """Size of the conversation and the body."""
 
     @property
     def said(self) -> Sequence[ResponseItem]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from milepost.server import tools as chat
-from milepost.server.fields import AnyType, Body, LeftOutBody, Many, Unread, tagged
+from milepost.server.fields import AnyType, Body, LeftOutBody, ToolList, Unread, tagged
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -63,7 +63,7 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: Many[ResponseTool]
+    tools: ToolList[ResponseTool]
     """Functions and custom tools."""
 
     @model_validator(mode="after")
@@ -106,7 +106,7 @@ class ChosenTool(Body):
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Many[NamedTool] | None = None
+    tools: ToolList[NamedTool] | None = None
 
     @model_validator(mode="after")
     def _has_its_own(self) -> ChosenTool:

@@ -222,7 +222,7 @@ def _is_json(text: str) -> bool:
 
 def _echo(request: ResponsesRequest, model: str) -> dict[str, Any]:
     """Returns the fields of a request that its response repeats."""
-    given = request.model_dump(exclude_none=True, by_alias=True)
+    given = request.model_dump(exclude={"input"}, exclude_none=True, by_alias=True)
     return {
         "model": model,
         "background": False,
