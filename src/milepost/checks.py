@@ -148,7 +148,7 @@ def flat_texts(given: Sequence[str] | None) -> list[str]:
             continue
         try:
             found += [str(one) for one in json.loads(text)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{text!r}: this is not a JSON list: {error}") from error
     return found
 

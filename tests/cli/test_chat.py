@@ -123,6 +123,7 @@ def test_sampling_parameters_are_set_shown_and_taken_back(chat_session):
     ("line", "said"),
     [
         ("/set temperature hot", "temperature='hot'"),
+        (f"/set temperature {'[' * 100_000}", "temperature='[[["),
         ("/set temperature -1", "temperature=-1"),
         ("/set heat 1", "/set heat: use one of temperature, top_p"),
         ("/set n 2", "/set n: use one of"),

@@ -1,3 +1,4 @@
+import io
 import shlex
 import signal
 import subprocess
@@ -251,3 +252,10 @@ def test_answers_are_whole_by_default(session):
     assert session.run("generate", words) == 0
     assert len(session.out.split()) == 40
     assert session.requests[-1][1].max_tokens is None
+
+
+def test_a_standard_input_that_is_no_text_is_one_line(session):
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8")
+    assert session.run("generate", stdin=stdin) == 2
+    assert session.err.startswith("milepost: error: use UTF-8 text")
+    assert len(session.err.splitlines()) == 1

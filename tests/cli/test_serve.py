@@ -1,3 +1,4 @@
+import errno
 import io
 
 import pytest
@@ -96,3 +97,15 @@ def test_a_working_directory_that_was_deleted_is_one_line(tmp_path, monkeypatch)
     assert (status, asked) == (2, [])
     assert said.startswith("milepost: error: the working directory was deleted")
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files: raise `ulimit -n`"),
+        (PermissionError(errno.EACCES, "Permission denied", "m/a"), "m/a: Permission denied"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aa"), "aa: File name too long"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, words):
+    assert run(error=error)[::2] == (1, f"milepost: error: {words}\n")

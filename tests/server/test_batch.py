@@ -4,6 +4,8 @@ import asyncio
 import errno
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -153,3 +155,13 @@ def test_files_are_checked_before_the_model_is_loaded(tmp_path, capsys, source, 
     assert main(["run-batch", *paths, "--model", "/nothing"]) == 2
     assert words in capsys.readouterr().err.replace("\n", " ")
     assert (tmp_path / "in.jsonl").read_text() == "kept"
+
+
+def test_too_few_open_files_are_one_line(tmp_path):
+    (tmp_path / "in").write_bytes(line("1", prompt="a"))
+    command = f"ulimit -n 12; exec {sys.executable} -m milepost run-batch -i in -o out"
+    found = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert found.returncode == 1
+    assert found.stderr == "milepost: error: Too many open files: raise `ulimit -n`\n"

@@ -283,5 +283,5 @@ def _value(text: str) -> Any:
     """Returns a typed value: JSON where it is JSON, else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

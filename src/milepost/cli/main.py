@@ -1,7 +1,8 @@
 """The `milepost` command: parses the command line, and turns every outcome into an exit status.
 
-0 means success, 1 a server whose engine died or an output on a full disk, 2 a user's mistake (one
-line on standard error, no traceback), 130 Ctrl-C, 141 an output whose reader has closed it.
+0 means success, 1 a server whose engine died or a system that refuses (a full disk, too many open
+files), 2 a user's mistake (one line on standard error, no traceback), 130 Ctrl-C, 141 an output
+whose reader has closed it.
 """
 
 from __future__ import annotations
@@ -69,13 +70,25 @@ def main(
     except BrokenPipeError:
         forget_stdout()
         return 141
+    except UnicodeDecodeError as error:
+        screen.error(f"use UTF-8 text ({error})")
+        return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.strerror is None:
             raise
-        forget_stdout()
-        screen.error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+        screen.error(_refused(error))
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _refused(error: OSError) -> str:
+    """Returns what the system refused, and where."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        forget_stdout()
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    hint = ": raise `ulimit -n`" if error.errno == errno.EMFILE else ""
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}{hint}"
 
 
 def build_app(

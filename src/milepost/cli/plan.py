@@ -55,7 +55,7 @@ def plan_command(screen: Screen) -> Callable[..., None]:
 def read_size(text: str) -> int:
     """Reads a size such as 24GiB, 80GB or 24, which is in GiB. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
+    if match is None or match[2] not in _UNITS or not 0 < float(match[1]) < 2**40:
         raise ConfigError(f"--gpu-memory {text}: use a size such as 24GiB or 80GB")
     return int(float(match[1]) * _UNITS[match[2]])
 

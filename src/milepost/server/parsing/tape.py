@@ -184,8 +184,8 @@ _tags = lru_cache(maxsize=256)(_Tags)
 
 
 class ManyTexts:
-    """A set of texts, even thousands: a regex would take seconds to compile. No text is the beginning
-    of another."""
+    """A set of texts, even thousands: a regex would take seconds to compile. No text is the
+    beginning of another."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self._texts = sorted(texts)
