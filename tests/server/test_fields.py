@@ -139,6 +139,8 @@ def test_strict_refuses_unknown_fields_by_name(changes, param):
         ("guided_regex", "a"),
         ("guided_choice", ["a"]),
         ("guided_grammar", "start: /a/"),
+        ("regex", "a"),
+        ("ebnf", 'root ::= "a"'),
         ("use_beam_search", True),
         ("structural_tag", "{}"),
         ("thinking_token_budget", -1),
@@ -153,7 +155,7 @@ def test_what_would_change_the_answer_is_refused_by_name(http, name, value):
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == name
-    if name.startswith("guided_"):
+    if name in ("regex", "ebnf") or name.startswith("guided_"):
         assert "structured_outputs" in error["message"]
 
 

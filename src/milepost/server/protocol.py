@@ -101,6 +101,8 @@ class Sampling(AnswerFields):
     guided_regex: Annotated[Any, Renamed("structured_outputs.regex")] = None
     guided_choice: Annotated[Any, Renamed("structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, Renamed("structured_outputs.grammar")] = None
+    regex: Annotated[Any, Renamed("structured_outputs.regex")] = None  # SGLang's
+    ebnf: Annotated[Any, Renamed("structured_outputs.grammar")] = None  # SGLang's
     guided_decoding_backend: Annotated[Any, Unread()] = None
     guided_whitespace_pattern: Annotated[Any, Only()] = None
     structural_tag: Annotated[Any, Only()] = None
