@@ -128,6 +128,8 @@ def test_sampling_parameters_are_set_shown_and_taken_back(chat_session):
         ("/set heat 1", "/set heat: use one of temperature, top_p"),
         ("/set n 2", "/set n: use one of"),
         ("/save", "/save: name a file"),
+        ("/save ~nobody-here/it.md", "/save ~nobody-here/it.md: Could not determine home"),
+        (f"/save {'a' * 300}", "File name too long"),
         ("/save here.md", "/save here.md: nothing was said"),
         ("/stats", "nothing was answered in this conversation"),
     ],

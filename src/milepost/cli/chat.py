@@ -224,12 +224,16 @@ class Conversation:
         )
 
     def _save(self, text: str) -> None:
-        path = Path(text).expanduser()
+        try:
+            path = Path(text).expanduser()
+            is_there = path.exists()
+        except (OSError, RuntimeError) as error:  # no such user; a name that is too long
+            raise InvalidRequestError(f"/save {text}: {error}") from error
         if not text or not self.turns:
             raise InvalidRequestError(
                 f"/save {text}: nothing was said" if text else "/save: name a file"
             )
-        if path.exists() and path not in self._saved:
+        if is_there and path not in self._saved:
             raise InvalidRequestError(f"/save {path}: it exists; use another name")
         content = self._json() if path.suffix == ".json" else self._markdown()
         try:
