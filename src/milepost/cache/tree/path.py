@@ -53,8 +53,12 @@ class Path:
         if not node.checkpoints or limit < start:
             return None
         rest = self.chain.content(start, min(limit, start + self.chain.page_size - 1))
+        tails = node.checkpoints
+        if len(tails) * TOKEN_BYTES <= len(rest):
+            matching = [tail for tail in tails if rest.startswith(tail)]
+            return tails[max(matching, key=len)] if matching else None
         for length in range(len(rest), -1, -TOKEN_BYTES):
-            if (checkpoint := node.checkpoints.get(rest[:length])) is not None:
+            if (checkpoint := tails.get(rest[:length])) is not None:
                 return checkpoint
         return None
 
