@@ -156,15 +156,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_stored_responses(app: FastAPI, service: Service) -> None:
     store, owner_of = service.responses, responses.owner_of
 
-    options: dict[str, Any] = {"responses": {404: errors.MEANINGS[404]}}
-    options["response_class"] = Response
+    unknown: dict[str, Any] = {"responses": {404: errors.MEANINGS[404]}}
 
-    @app.get("/v1/responses/{id_}", **options)
+    @app.get("/v1/responses/{id_}", response_class=Response, **unknown)
     @for_clients
     async def stored(id_: str, request: Request) -> Response:
         return errors.json_response(store.find(owner_of(request), id_).body)
 
-    @app.get("/v1/responses/{id_}/input_items", **options)
+    @app.get("/v1/responses/{id_}/input_items", response_class=Response, **unknown)
     @for_clients
     async def input_items(id_: str, request: Request) -> Response:
         items = store.find(owner_of(request), id_).input_items
@@ -172,7 +171,7 @@ def _add_stored_responses(app: FastAPI, service: Service) -> None:
         ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
         return errors.json_response({"object": "list", "data": items, **ends})
 
-    @app.delete("/v1/responses/{id_}", responses={404: errors.MEANINGS[404]})
+    @app.delete("/v1/responses/{id_}", **unknown)
     @for_clients
     async def delete(id_: str, request: Request) -> dict[str, Any]:
         store.delete(owner_of(request), id_)

@@ -183,7 +183,6 @@ class _TaggedCall:
         names = [name + after for name in schema.named if self._pattern.fullmatch(name)]
         self._names = ManyTexts(names if form.line else ())
         """Ends of the tags of arguments, which end a value that is not closed."""
-        self._has_names = bool(names)
 
     def read(self) -> Reading[None]:
         """Reads the arguments. Text between them becomes content."""
@@ -267,7 +266,7 @@ class _TaggedCall:
             is_new = bool(text.last) and text.is_new
             if mark in heads:
                 head = yield from tape.peek_one(self._names)
-                is_head = bool(head) or not self._has_names
+                is_head = bool(head) or not self._names.longest  # any, if none is named
                 is_free = is_new and head.removesuffix(form.key[1]) not in self._given
                 if is_head and (is_free or not has_tags):
                     tape.unread(mark)
